@@ -1,0 +1,93 @@
+"""What supports and maps are shown: queries, keys, and who is visible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Context:
+    """q (G, N, D) and k (G, M, D) unscaled, in the compute dtype; key_mask (G, M), True where visible, or None."""
+
+    q: Tensor
+    k: Tensor
+    scale: float
+    causal: bool
+    key_mask: Tensor | None
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def n(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def m(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def groups(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def visible(self) -> Tensor:
+        """(G, M) bool, always a tensor."""
+        if self.key_mask is not None:
+            return self.key_mask
+        return torch.ones(self.groups, self.m, dtype=torch.bool, device=self.k.device)
+
+    @property
+    def active(self) -> Tensor:
+        """(G, N) bool: queries that count in statistics. In self-attention a masked key's query does not."""
+        if self.key_mask is not None and self.n == self.m:
+            return self.key_mask
+        return torch.ones(self.groups, self.n, dtype=torch.bool, device=self.q.device)
+
+    @cached_property
+    def key_count(self) -> Tensor:
+        """(G,) number of visible keys, at least 1."""
+        return self.visible.sum(-1).clamp(min=1)
+
+    @cached_property
+    def query_count(self) -> Tensor:
+        return self.active.sum(-1).clamp(min=1)
+
+    @cached_property
+    def key_extent(self) -> Tensor:
+        """(G,) one past the last visible key, at least 1."""
+        position = torch.arange(1, self.m + 1, device=self.k.device)
+        return (self.visible * position).amax(-1).clamp(min=1)
+
+    def key_at(self, rank: Tensor) -> Tensor:
+        """(G, r) positions of the visible keys with these ranks (G, r)."""
+        return _at_rank(self.visible, rank)
+
+    def query_at(self, rank: Tensor) -> Tensor:
+        return _at_rank(self.active, rank)
+
+    def remember(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Share work between a support and a map of one call, such as the same clusters."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
+
+
+def _at_rank(mask: Tensor, rank: Tensor) -> Tensor:
+    upto = mask.to(torch.int64).cumsum(-1)
+    return torch.searchsorted(upto, rank + 1).clamp(max=mask.shape[1] - 1)
+
+
+def spread(count: Tensor, samples: int) -> Tensor:
+    """(G, samples) ranks spread evenly over 0..count-1."""
+    step = torch.arange(samples, device=count.device)
+    return ((2 * step + 1) * count[:, None]) // (2 * samples)
+
+
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    """x (G, N, D) at index (G, r) -> (G, r, D)."""
+    return torch.gather(x, 1, index[..., None].expand(-1, -1, x.shape[-1]))

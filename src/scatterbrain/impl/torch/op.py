@@ -1,0 +1,149 @@
+"""The custom operators: opaque to autograd and the compiler, recomputing in backward."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...lowrank import Features, LowRank, Means
+from ...partial import finite
+from ...selection import Layer, pack, unpack
+from .engine import Call, Saved, run_backward, run_forward
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layers: tuple[Layer, ...],
+    low_rank: LowRank | None,
+    key_mask: Tensor | None,
+    causal: bool,
+    double_count: bool = False,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """Same arguments as the reference; q is scaled. Differentiable in q, k, v and the features."""
+    meta, tensors = pack(layers)
+    spec: dict[str, Any] = {"layers": meta, "causal": causal, "double_count": double_count, "dropout_p": dropout_p}
+    phi = psi = sign_phi = sign_psi = None
+    if isinstance(low_rank, Features):
+        phi, psi, sign_phi, sign_psi = low_rank.log_phi, low_rank.log_psi, low_rank.sign_phi, low_rank.sign_psi
+        psi = psi.expand(k.shape[0], -1, -1)
+    elif isinstance(low_rank, Means):
+        spec["means"] = {n: getattr(low_rank, n) for n in ("nodes", "order", "chunk", "inner")}
+        tensors.append(low_rank.node)
+    return attention_op(q, k, v, phi, psi, sign_phi, sign_psi, key_mask, seed, tensors, json.dumps(spec))[0]
+
+
+def row_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layers: tuple[Layer, ...],
+    low_rank: LowRank | None,
+    key_mask: Tensor | None,
+    causal: bool,
+) -> Tensor:
+    """(G, N) sum_j w_ij, no gradient."""
+    _, log_scale, denominator, _ = run_forward(Call(q, k, v, layers, low_rank, key_mask, causal, False, 0.0, None))
+    return denominator * torch.exp(finite(log_scale))
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phi: Tensor | None,
+    psi: Tensor | None,
+    sign_phi: Tensor | None,
+    sign_psi: Tensor | None,
+    key_mask: Tensor | None,
+    seed: Tensor | None,
+    tensors: list[Tensor],
+    spec: str,
+) -> Call:
+    s = json.loads(spec)
+    low: LowRank | None = None
+    if phi is not None and psi is not None:
+        low = Features(phi, psi, sign_phi, sign_psi)
+    elif "means" in s:
+        low = Means(tensors[-1], **s["means"])
+    layers = unpack(s["layers"], tensors)
+    return Call(q, k, v, layers, low, key_mask, s["causal"], s["double_count"], s["dropout_p"], seed)
+
+
+@torch.library.custom_op("scatterbrain::attention", mutates_args=())
+def attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phi: Tensor | None,
+    psi: Tensor | None,
+    sign_phi: Tensor | None,
+    sign_psi: Tensor | None,
+    key_mask: Tensor | None,
+    seed: Tensor | None,
+    tensors: list[Tensor],
+    spec: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return run_forward(_call(q, k, v, phi, psi, sign_phi, sign_psi, key_mask, seed, tensors, spec))
+
+
+@attention_op.register_fake
+def _(q, k, v, phi, psi, sign_phi, sign_psi, key_mask, seed, tensors, spec):  # type: ignore[no-untyped-def]
+    g, n = q.shape[:2]
+    return v.new_empty(g, n, v.shape[2]), q.new_empty(g, n), q.new_empty(g, n), q.new_empty(g, n, dtype=torch.bool)
+
+
+@torch.library.custom_op("scatterbrain::attention_backward", mutates_args=())
+def backward_op(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phi: Tensor | None,
+    psi: Tensor | None,
+    sign_phi: Tensor | None,
+    sign_psi: Tensor | None,
+    key_mask: Tensor | None,
+    seed: Tensor | None,
+    tensors: list[Tensor],
+    spec: str,
+    out: Tensor,
+    log_scale: Tensor,
+    denominator: Tensor,
+    dense: Tensor,
+) -> list[Tensor]:
+    call = _call(q, k, v, phi, psi, sign_phi, sign_psi, key_mask, seed, tensors, spec)
+    grads = run_backward(call, d_out, Saved(out, log_scale, denominator, dense))
+    return [g for g in grads if g is not None]
+
+
+@backward_op.register_fake
+def _(d_out, q, k, v, phi, psi, *rest):  # type: ignore[no-untyped-def]
+    return [torch.empty_like(t) for t in (q, k, v, phi, psi) if t is not None]
+
+
+def _setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    q, k, v, phi, psi, sign_phi, sign_psi, key_mask, seed, tensors, spec = inputs
+    ctx.save_for_backward(q, k, v, phi, psi, sign_phi, sign_psi, key_mask, seed, *output, *tensors)
+    ctx.spec = spec
+    ctx.tensors = len(tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, d_out, *unused):  # type: ignore[no-untyped-def]
+    none = [None] * 3
+    if d_out is None:
+        return (*none, *none, *none, [None] * ctx.tensors, None)
+    inputs, outputs, tensors = ctx.saved_tensors[:9], ctx.saved_tensors[9:13], list(ctx.saved_tensors[13:])
+    grads = backward_op(d_out, *inputs, tensors, ctx.spec, *outputs)
+    features = grads[3:] if len(grads) > 3 else [None, None]
+    return (*grads[:3], *features, None, None, None, None, [None] * ctx.tensors, None)
+
+
+attention_op.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,187 @@
+"""Arguments checked and brought to one form: what every implementation is given."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import presets
+from .config import LowRankMap, Sampled, Support
+from .context import Context
+from .errors import message, require
+from .lowrank import LowRank
+from .selection import Layer
+
+DEFAULT: Any = "default"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Method:
+    """What to compute: both parts sampled, or None."""
+
+    support: Sampled | None
+    low_rank: Sampled | None
+    double_count: bool
+
+    def entries(self, n: int, m: int, dim: int, causal: bool) -> float:
+        parts = [p.config.entries(n, m, dim, causal) for p in (self.support, self.low_rank) if p is not None]  # type: ignore[attr-defined]
+        return sum(parts)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """q (G, N, D), k (G, M, D), v (G, M, E) in the compute dtype, G = batch x heads; q not yet scaled."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    causal: bool
+    scale: float
+    dropout_p: float
+    batch: int
+    heads: int
+    out_dtype: torch.dtype
+
+    def factors(self, method: Method) -> tuple[tuple[Layer, ...], LowRank | None]:
+        """Select the support (no gradient) and factor the low-rank part (differentiable)."""
+        ctx = Context(self.q.detach(), self.k.detach(), self.scale, self.causal, self.key_mask)
+        layers: tuple[Layer, ...] = ()
+        if method.support is not None:
+            with torch.no_grad():
+                layers = method.support.config.select(ctx, method.support.state)  # type: ignore[attr-defined]
+        if method.low_rank is None:
+            return layers, None
+        live = Context(self.q, self.k, self.scale, self.causal, self.key_mask, ctx.memo)
+        return layers, method.low_rank.config.factor(live, method.low_rank.state)  # type: ignore[attr-defined]
+
+
+def check_inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Problem:
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        require(isinstance(t, Tensor), name, "be a tensor", type(t).__name__, "pass a torch.Tensor")
+        require(t.dim() == 4, name, "have 4 dimensions (batch, heads, length, width)", f"shape {tuple(t.shape)}", "reshape it")
+        require(t.dtype in DTYPES, name, "be float16, bfloat16, float32 or float64", t.dtype, "cast it")
+        require(t.device == query.device, name, f"be on query's device {query.device}", t.device, f"move it with {name}.to(query.device)")
+        autocast = torch.is_autocast_enabled(query.device.type)
+        require(t.dtype == query.dtype or autocast, name, f"have query's dtype {query.dtype}", t.dtype, f"cast it with {name}.to(query.dtype)")
+    (b, h, n, d), m = query.shape, key.shape[2]
+    require(d > 0, "query", "have width at least 1", f"shape {tuple(query.shape)}", "pass wider heads")
+    require(key.shape[3] == d, "key", f"have query's width {d}", key.shape[3], "project queries and keys to one width")
+    require(key.shape[0] == b and value.shape[0] == b, "key and value", f"have query's batch size {b}", (key.shape[0], value.shape[0]), "expand them")
+    require(value.shape[2] == m, "value", f"have key's length {m}", value.shape[2], "pass one value a key")
+    require(value.shape[1] == key.shape[1], "value", f"have key's {key.shape[1]} heads", value.shape[1], "pass as many")
+    key, value = _repeat_heads(key, value, h, enable_gqa)
+    numeric = isinstance(dropout_p, (int, float)) and not isinstance(dropout_p, bool)
+    require(numeric and 0 <= dropout_p <= 1, "dropout_p", "lie in [0, 1]", dropout_p, "pass 0.0 for none")
+    if scale is None:
+        scale = 1 / math.sqrt(d)
+    require(isinstance(scale, (int, float)) and math.isfinite(scale), "scale", "be a finite number", scale, "leave it out for 1/sqrt(width)")
+    out_dtype = query.dtype
+    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
+        out_dtype = torch.get_autocast_dtype(query.device.type)
+    compute = torch.float64 if query.dtype == torch.float64 else torch.float32
+    mask = None if attn_mask is None else key_mask(attn_mask, b, h, n, m, query.device)
+    q, k, v = (t.to(compute).reshape(b * h, t.shape[2], t.shape[3]) for t in (query, key, value))
+    return Problem(q, k, v, mask, bool(is_causal), float(scale), float(dropout_p), b, h, out_dtype)
+
+
+def _repeat_heads(key: Tensor, value: Tensor, heads: int, enable_gqa: bool) -> tuple[Tensor, Tensor]:
+    kv = key.shape[1]
+    if kv == heads:
+        return key, value
+    require(enable_gqa, "key", f"have query's {heads} heads", kv, "pass enable_gqa=True to share each key head among several query heads")
+    require(kv > 0 and heads % kv == 0, "key", f"have a number of heads that divides query's {heads}", kv, "pass a divisor")
+    return key.repeat_interleave(heads // kv, 1), value.repeat_interleave(heads // kv, 1)
+
+
+def key_mask(mask: Tensor, b: int, h: int, n: int, m: int, device: torch.device) -> Tensor:
+    """(B * H, M) bool from a mask that says the same to every query. Others are refused: no linear method can honour them."""
+    name = "attn_mask"
+    require(isinstance(mask, Tensor), name, "be a tensor", type(mask).__name__, "pass a torch.Tensor or None")
+    require(mask.device == device, name, f"be on query's device {device}", mask.device, "move it with attn_mask.to(query.device)")
+    full = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    fits = len(full) == 4 and all(s in (1, t) for s, t in zip(full, (b, h, n, m), strict=True))
+    require(fits, name, f"broadcast to (batch, heads, queries, keys) = {(b, h, n, m)}", tuple(mask.shape), "pass (batch, 1, 1, keys)")
+    compiling = torch.compiler.is_compiling()
+    mask = mask.reshape(full)
+    remedy = "pass a key padding mask (batch, 1, 1, keys), and is_causal=True for causal attention"
+    if mask.shape[2] > 1:
+        require(not compiling, name, "be (batch, 1, 1, keys) under torch.compile", tuple(mask.shape), remedy)
+        same = bool((mask == mask[:, :, :1]).all())
+        require(same, name, "hide the same keys from every query", f"a mask {tuple(mask.shape)} whose rows differ", remedy)
+        mask = mask[:, :, :1]
+    if mask.dtype != torch.bool:
+        ok = mask.is_floating_point() and not compiling
+        require(ok, name, "be bool, or float outside torch.compile", mask.dtype, "pass a bool mask, True where the key is visible")
+        hidden = mask <= torch.finfo(mask.dtype).min / 2
+        plain = bool((hidden | (mask == 0)).all())
+        require(plain, name, "hold 0 for visible and -inf for hidden keys", "other biases", "pass a bool mask; additive biases are not supported")
+        mask = ~hidden
+    return mask[:, :, 0].expand(b, h, m).reshape(b * h, m)
+
+
+def resolve(support: Any, low_rank: Any, budget: float | None, double_count: bool, problem: Problem) -> Method:
+    """Fill in what the caller left out, refuse what does not fit, draw what is random."""
+    given = [name for name, part in (("support", support), ("low_rank", low_rank)) if not _is_default(part)]
+    if budget is not None:
+        ok = isinstance(budget, (int, float)) and not isinstance(budget, bool) and 0 < budget <= 1
+        require(ok, "budget", "lie in (0, 1]", budget, "pass the share of entries to spend, such as 1/8")
+        free = not given
+        require(free, "budget", "be left out when support or low_rank is given", f"budget={budget} and {' and '.join(given)}", "size the parts instead")
+    if not given:
+        method = default_for(problem, 1 / 8 if budget is None else budget)
+        support, low_rank = method["support"], method["low_rank"]
+    support = None if _is_default(support) else support
+    low_rank = None if _is_default(low_rank) else low_rank
+    something = support is not None or low_rank is not None
+    require(something, "support and low_rank", "not both be None", "None and None", "pass one of them, or neither for the default")
+    both = support is not None and low_rank is not None
+    require(both or not double_count, "double_count", "come with a support and a low-rank map", "only one of them", "pass both, or leave it out")
+    d, q = problem.q.shape[2], problem.q
+    return Method(
+        _sampled(support, "support", Support, d, q, problem.causal),
+        _sampled(low_rank, "low_rank", LowRankMap, d, q, problem.causal),
+        double_count,
+    )
+
+
+def default_for(problem: Problem, budget: float) -> presets.Method:
+    """The default at a budget: a share of the keys that can be seen, so that padding changes nothing."""
+    length = problem.k.shape[1]
+    if problem.key_mask is not None and not torch.compiler.is_compiling():
+        length = max(1, int(problem.key_mask.sum(-1).max()))
+    seen = (length + 1) // 2 if problem.causal else length
+    if budget >= 1:
+        return presets.softmax()
+    return presets.default(max(1, round(budget * seen)), length=length, causal=problem.causal)
+
+
+def _is_default(part: Any) -> bool:
+    return isinstance(part, str) and part == DEFAULT
+
+
+def _sampled(part: Any, name: str, kind: type, dim: int, like: Tensor, causal: bool) -> Sampled | None:
+    if part is None:
+        return None
+    config = part.config if isinstance(part, Sampled) else part
+    remedy = f"pass scatterbrain's {'supports, such as Window(128)' if kind is Support else 'maps, such as Performer(128)'}, or None"
+    require(isinstance(config, kind), name, f"be a {kind.__name__}, a sampled one, or None", repr(part), remedy)
+    refusal = config.causal_refusal()
+    if causal and refusal:
+        raise ValueError(message(name, "be able to honour is_causal=True", type(config).__name__, refusal))
+    sampled = part if isinstance(part, Sampled) else part.sample(dim)
+    return sampled.to(like.device, like.dtype)

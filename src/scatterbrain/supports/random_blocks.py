@@ -1,0 +1,52 @@
+"""BigBird's random part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+from torch import Tensor
+
+from ..config import Support
+from ..context import Context
+from ..errors import require_int
+from ..random import uniform
+from ..selection import Blocks, Layer
+
+
+@dataclass(frozen=True)
+class RandomBlocks(Support):
+    """Each block of queries sees `blocks` key blocks, one from each of `blocks` equal strata, so they are distinct.
+
+    Causal: drawn from the blocks up to the query's own. The draw depends on the seed and the block alone, and
+    spans the visible keys.
+    """
+
+    blocks: int
+    _: KW_ONLY
+    block: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_int(self.blocks, "blocks")
+        require_int(self.block, "block")
+        require_int(self.seed, "seed", least=0)
+
+    def select(self, ctx: Context, state: Mapping[str, Tensor]) -> tuple[Layer, ...]:
+        rows = torch.arange(max(1, -(-ctx.n // self.block)), device=ctx.q.device)[:, None]
+        stratum = torch.arange(self.blocks, device=ctx.q.device)
+        drawn = stratum + uniform(self.seed, rows, stratum).to(torch.float64)
+        total = (ctx.key_extent + self.block - 1) // self.block
+        if ctx.key_mask is None:
+            total = total[:1]
+        span = total[:, None, None].expand(-1, rows.shape[0], 1)
+        if ctx.causal:
+            span = torch.minimum(span, rows + 1)
+        index = (drawn * span / self.blocks).to(torch.int64)
+        again = torch.zeros_like(index, dtype=torch.bool)
+        again[..., 1:] = index[..., 1:] == index[..., :-1]
+        return (Blocks(torch.where(again, -1, index), self.block, self.block),)
+
+    def entries(self, n: int, m: int, dim: int, causal: bool) -> float:
+        return min(m / 2 if causal else m, self.blocks * self.block)
