@@ -13,7 +13,7 @@ from .config import Config, Sampled
 from .functional import check_impl
 from .impl import torch as torch_impl
 from .impl.torch.engine import ENTRIES_AT_ONCE, strategy
-from .impl.torch.tiles import PAIRS_AT_ONCE
+from .impl.torch.tiles import ENTRIES_A_BATCH
 from .lowrank import Features, LowRank
 from .problem import DEFAULT, Method, Problem, check_inputs, resolve
 from .selection import Layer
@@ -59,7 +59,10 @@ class Explanation:
             ("low-rank", self.low_rank),
             ("implementation", f"{self.impl}: {self.why}"),
             ("correction", self.correction),
-            ("entries a row", f"{total:,.1f} = {self.entries_sparse:,.1f} exact + {self.entries_low_rank:,.1f} low-rank, of {self.entries_full:,.1f}"),
+            (
+                "entries a row",
+                f"{total:,.1f} = {self.entries_sparse:,.1f} exact + {self.entries_low_rank:,.1f} low-rank, of {self.entries_full:,.1f}",
+            ),
             ("budget", f"{self.budget:.4f} of the visible entries"),
             ("FLOPs", f"{self.flops:.3g} forward, selection not counted; exact attention {self.flops_full:.3g}"),
             ("extra memory", f"{self.bytes / 2**20:,.1f} MiB forward, an estimate; the full matrix {self.bytes_full / 2**20:,.1f} MiB"),
@@ -156,7 +159,7 @@ def _bytes(problem: Problem, layers: tuple[Layer, ...], low: LowRank | None, imp
         return 6.0 * g * n * m * size
     held = sum(t.numel() * t.element_size() for layer in layers for t in vars(layer).values() if isinstance(t, Tensor))
     features = 0 if not isinstance(low, Features) else (low.log_phi.numel() + low.log_psi.numel()) * size
-    return held + features + g * n * (d + problem.v.shape[2] + 2) * size + (6 * PAIRS_AT_ONCE + 4 * ENTRIES_AT_ONCE) * size
+    return held + features + g * n * (d + problem.v.shape[2] + 2) * size + (6 * ENTRIES_A_BATCH + 4 * ENTRIES_AT_ONCE) * size
 
 
 def _name(part: Sampled | None, none: str) -> str:

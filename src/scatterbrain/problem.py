@@ -141,7 +141,9 @@ def resolve(support: Any, low_rank: Any, budget: float | None, double_count: boo
         ok = isinstance(budget, (int, float)) and not isinstance(budget, bool) and 0 < budget <= 1
         require(ok, "budget", "lie in (0, 1]", budget, "pass the share of entries to spend, such as 1/8")
         free = not given
-        require(free, "budget", "be left out when support or low_rank is given", f"budget={budget} and {' and '.join(given)}", "size the parts instead")
+        require(
+            free, "budget", "be left out when support or low_rank is given", f"budget={budget} and {' and '.join(given)}", "size the parts instead"
+        )
     if not given:
         method = default_for(problem, 1 / 8 if budget is None else budget)
         support, low_rank = method["support"], method["low_rank"]

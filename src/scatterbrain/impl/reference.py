@@ -1,6 +1,6 @@
 """The truth: dense, any float dtype, no code shared with the fast implementations.
 
-    w_ij = exp(s q_i.k_j) on the support, l_ij off it, 0 where masked;  out_i = sum_j w_ij v_j / sum_j w_ij
+w_ij = exp(s q_i.k_j) on the support, l_ij off it, 0 where masked;  out_i = sum_j w_ij v_j / sum_j w_ij
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from ..context import Context
 from ..errors import require, require_int
 from ..selection import Buckets, Groups, Layer
 
-ROUTES_AT_ONCE = 2**24
+
+ROUTES_AT_ONCE = 2**22
 
 
 @dataclass(frozen=True)

@@ -51,9 +51,7 @@ class LSH(Support):
     def causal_refusal(self) -> str:
         if self.scheme != "smyrf":
             return ""
-        return (
-            "SMYRF's balanced clusters are cut from a sort over the whole sequence, so later tokens move earlier ones; use scheme='reformer'"
-        )
+        return "SMYRF's balanced clusters are cut from a sort over the whole sequence, so later tokens move earlier ones; use scheme='reformer'"
 
     def draw(self, head_dim: int, draw: Draw) -> dict[str, Tensor]:
         if self.scheme == "smyrf":

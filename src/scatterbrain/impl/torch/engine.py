@@ -1,10 +1,10 @@
 """Sparse + low-rank attention over groups of heads: which branches run, forward and backward.
 
-    exact pairs     every layer of the selection, tile by tile (pairs.py)
-    low-rank rest   features by running sums (states.py), cluster means (means.py)
-    correction      band: what the tiles leave is summed around them;   partition: the other buckets' sums;
-                    otherwise the low-rank total, less l_ij on the support, pair by pair
-    fallback        rows where that loses too many digits are done densely (fallback.py)
+exact pairs     every layer of the selection, tile by tile (pairs.py)
+low-rank rest   features by running sums (states.py), cluster means (means.py)
+correction      band: what the tiles leave is summed around them;   partition: the other buckets' sums;
+                otherwise the low-rank total, less l_ij on the support, pair by pair
+fallback        rows where that loses too many digits are done densely (fallback.py)
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from . import fallback, states
 from .means import MeanBranch
 from .pairs import Dropout, FeatureRows, MeanFaces, PairWork, Rows, Table, owned
 from .tiles import Holder, Size, Tiles, band_block, band_tiles, batches, dense_labels, in_batches
+
 
 ENTRIES_AT_ONCE = 2**22  # rows x features of the heads done together
 CAUSAL_BLOCK = 128

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...lowrank import Means
 from .pairs import Dropout, MeanFaces, PairWork, Rows, Table
-from .tiles import PAIRS_AT_ONCE, Tiles
+from .tiles import Tiles, tiles_at_once
 
 
 @dataclass
@@ -121,7 +121,7 @@ class MeanBranch:
         group = torch.arange(groups, device=q.device).repeat_interleave(q.shape[0])[:, None]
         k = k.expand(q.shape[0], -1)
         tiles = Tiles(group, q.repeat(groups, 1), k.repeat(groups, 1))
-        step = max(1, PAIRS_AT_ONCE // max(1, q.shape[1] * k.shape[1]))
+        step = tiles_at_once(q.shape[1], k.shape[1])
         for start in range(0, group.shape[0], step):
             part = tiles.cut(start, start + step)
             seen = (part.k >= 0) & ~torch.isneginf(table.bias.index_select(0, table.rows(part)).view_as(part.k))  # type: ignore[union-attr]

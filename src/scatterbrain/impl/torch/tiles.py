@@ -13,7 +13,9 @@ from torch import Tensor
 
 from ...selection import Band, Blocks, Buckets, Groups, Layer, Rows
 
-PAIRS_AT_ONCE = 2**21  # pairs a batch: a few temporaries of this size must stay in cache
+
+ENTRIES_A_BATCH = 2**20  # numbers in a batch's largest temporary: small enough for cache, and for malloc to reuse
+ROW_WIDTH = 64  # what a gathered row is taken to hold
 WIDEST = 4096  # keys a tile
 
 
@@ -55,9 +57,13 @@ def batches(layer: Layer, size: Size) -> Iterator[Tiles]:
 def in_batches(waves: Iterator[Tiles]) -> Iterator[Tiles]:
     for wave in waves:
         tiles, bq = wave.q.shape
-        step = max(1, PAIRS_AT_ONCE // max(1, bq * wave.k.shape[1]))
+        step = tiles_at_once(bq, wave.k.shape[1])
         for start in range(0, tiles, step):
             yield wave.cut(start, start + step)
+
+
+def tiles_at_once(bq: int, bk: int) -> int:
+    return max(1, ENTRIES_A_BATCH // max(1, bq * bk, bq * ROW_WIDTH, bk * ROW_WIDTH))
 
 
 def band_block(layer: Band, size: Size) -> int:
