@@ -47,7 +47,7 @@ class ClusterMeans(LowRankMap):
 
     def entries(self, n: int, m: int, dim: int, causal: bool) -> float:
         if not causal:
-            return min(m, self.clusters)
+            return min(m, self.clusters * (1.5 if self.order == 2 else 1))
         past = max(0, m - self.chunk) / 2 * self.per_chunk / self.chunk
         inside = (min(m, self.chunk) / self.inner - 1) / 2 + (min(m, self.inner) + 1) / 2
         return past + max(0.0, inside)

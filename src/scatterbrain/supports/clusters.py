@@ -60,6 +60,8 @@ class Clusters(Support):
 class Routed(Support):
     """Each query sees the keys of the `top` clusters with most estimated mass, count * exp(q . mean).
 
+    Clusters differ in size: `keys` is what a query may spend on them; a cluster is taken if half of it
+    or more still fits, so the mean stays near `keys`.
     Causal: clusters are formed inside chunks of `chunk` keys (`per_chunk` clusters each) and only those of earlier
     chunks are open. With equal settings ClusterMeans shares the clusters.
     """
@@ -67,6 +69,7 @@ class Routed(Support):
     top: int
     _: KW_ONLY
     clusters: int = 64
+    keys: int | None = None
     iterations: int = 4
     chunk: int = 256
     per_chunk: int = 16
@@ -75,6 +78,8 @@ class Routed(Support):
         for name in ("top", "clusters", "chunk", "per_chunk"):
             require_int(getattr(self, name), name)
         require_int(self.iterations, "iterations", least=0)
+        if self.keys is not None:
+            require_int(self.keys, "keys")
         require(self.top <= self.clusters, "top", "be at most clusters", self.top, f"pass top<={self.clusters}")
 
     def select(self, ctx: Context, state: Mapping[str, Tensor]) -> tuple[Layer, ...]:
@@ -84,22 +89,30 @@ class Routed(Support):
             label, nodes = key_clusters(ctx, self.clusters, self.iterations), self.clusters
         with torch.no_grad():
             mean, count = segment_mean(ctx.k, label, nodes)
-            bias = torch.log(count)[:, None]
             step = max(1, ROUTES_AT_ONCE // max(1, ctx.groups * nodes))
-            parts = [self._route(ctx, first, step, mean, bias) for first in range(0, max(1, ctx.n), step)]
+            parts = [self._route(ctx, first, step, mean, count) for first in range(0, max(1, ctx.n), step)]
         return (Buckets(torch.cat(parts, 1), label),)
 
-    def _route(self, ctx: Context, first: int, step: int, mean: Tensor, bias: Tensor) -> Tensor:
+    def _route(self, ctx: Context, first: int, step: int, mean: Tensor, count: Tensor) -> Tensor:
         q = ctx.q[:, first : first + step] * ctx.scale
-        score = q @ mean.mT + bias
+        score = q @ mean.mT + torch.log(count)[:, None]
         if ctx.causal:
             row = torch.arange(first, first + q.shape[1], device=q.device)
             chunk_of_node = torch.arange(mean.shape[1], device=q.device) // self.per_chunk
             score = score.masked_fill(chunk_of_node >= (row // self.chunk)[:, None], float("-inf"))
         value, index = score.topk(min(self.top, score.shape[-1]), -1)
-        return torch.where(torch.isneginf(value), -1, index)
+        index = torch.where(torch.isneginf(value), -1, index)
+        return index if self.keys is None else self._affordable(index, count)
+
+    def _affordable(self, index: Tensor, count: Tensor) -> Tensor:
+        size = torch.gather(count, 1, index.clamp(min=0).flatten(1)).view(index.shape)
+        spent, chosen = torch.zeros_like(size[..., 0]), []
+        for rank in range(index.shape[-1]):
+            fits = spent + size[..., rank] / 2 <= (self.keys or 0)
+            spent = spent + size[..., rank] * fits
+            chosen.append(torch.where(fits, index[..., rank], -1))
+        return torch.stack(chosen, -1)
 
     def entries(self, n: int, m: int, dim: int, causal: bool) -> float:
-        if causal:
-            return min(m / 2, self.top * self.chunk / self.per_chunk)
-        return min(m, self.top * m / self.clusters)
+        mean = self.top * (self.chunk / self.per_chunk if causal else m / self.clusters)
+        return min(m / 2 if causal else m, mean, float("inf") if self.keys is None else self.keys)

@@ -111,7 +111,10 @@ class Heads:
         self.keys = Table(call.k.reshape(g * m, d), call.v.reshape(g * m, e), m)
         self.how = strategy(call.layers, call.low_rank, call.causal, call.double_count)
         self.features = self._features(call.low_rank, ok) if isinstance(call.low_rank, Features) else None
-        self.branch = MeanBranch(call.low_rank, self.rows, self.keys, self.drop) if isinstance(call.low_rank, Means) else None
+        self.branch: MeanBranch | None = None
+        if isinstance(call.low_rank, Means):
+            first = call.layers[0] if call.layers and not call.double_count else None
+            self.branch = MeanBranch(call.low_rank, self.rows, self.keys, self.drop, first)
         self.plan = self._plan() if self.features is not None else None
 
     def _features(self, low: Features, ok: Tensor | None) -> FeatureRows:
@@ -148,9 +151,10 @@ class Heads:
 
     def work(self) -> Iterator[tuple[PairWork, Batch]]:
         """Every batch of support pairs, in the order that both passes take."""
-        pairs = PairWork(self.rows, self.keys, *self._correction())
+        corrected, plain = PairWork(self.rows, self.keys, *self._correction()), PairWork(self.rows, self.keys)
         earlier: list[Holder] = []
-        for layer in self.call.layers:
+        for n, layer in enumerate(self.call.layers):
+            pairs = plain if n == 0 and self.branch is not None and self.branch.routed is not None else corrected
             for tiles in batches(layer, self.size):
                 visible = self.rows.visible(tiles)
                 yield pairs, (tiles, visible, owned(tiles, visible, earlier))

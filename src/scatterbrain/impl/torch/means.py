@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ...lowrank import Means
 from .pairs import Dropout, MeanFaces, PairWork, Rows, Table
-from .tiles import Tiles, tiles_at_once
+from ...selection import Buckets, Layer
+from .tiles import LARGEST_TABLE, Tiles, label_table, tiles_at_once
 
 
 @dataclass
@@ -62,8 +63,9 @@ def give_back(nodes: Nodes, keys: Table, keep: Tensor | None) -> None:
 class MeanBranch:
     """The low-rank total over all visible keys, and the faces that support tiles take out."""
 
-    def __init__(self, means: Means, rows: Rows, keys: Table, dropout: Dropout | None):
+    def __init__(self, means: Means, rows: Rows, keys: Table, dropout: Dropout | None, first: Layer | None):
         self.means, self.rows, self.keys = means, rows, keys
+        self.routed = self._routed(first)
         self.keep = None if dropout is None else dropout.keys(rows.size).reshape(-1, 1).to(keys.value.dtype)
         dropped = keys.value if self.keep is None else keys.value * self.keep
         node = means.node.expand(rows.size.groups, -1)
@@ -78,6 +80,16 @@ class MeanBranch:
         self.alone = Table(keys.key, dropped, keys.per_group, there)
         plain = Table(keys.key, keys.value, keys.per_group)
         self.faces = MeanFaces(self.levels[0].face, inner, plain, means.chunk, means.inner)
+
+    def _routed(self, first: Layer | None) -> Tensor | None:
+        """(G * N, nodes + 1) bool where the first layer holds whole clusters: those means are left out, not taken out."""
+        means, size = self.means, self.rows.size
+        if not isinstance(first, Buckets) or first.k_label.shape != means.node.shape or not torch.equal(first.k_label, means.node):
+            return None
+        if size.n * means.nodes > LARGEST_TABLE:
+            return None
+        label = first.q_label.expand(size.groups, -1, -1).flatten(0, 1)
+        return label_table(torch.where(label >= means.nodes, -1, label), means.nodes + 1)
 
     def forward(self) -> None:
         for table, tiles, own in self._work():
@@ -126,6 +138,10 @@ class MeanBranch:
             part = tiles.cut(start, start + step)
             seen = (part.k >= 0) & ~torch.isneginf(table.bias.index_select(0, table.rows(part)).view_as(part.k))  # type: ignore[union-attr]
             mask = seen[:, None] if own is None else seen[:, None] & own
+            if self.routed is not None and table is self.levels[0].table:
+                row = (part.group * self.rows.size.n + part.q.clamp(min=0)).flatten()
+                nodes = self.routed.index_select(0, row).view(*part.q.shape, -1)
+                mask = mask & ~nodes[..., : part.k.shape[1]]
             yield table, part, mask
 
     def _local(self, table: Table, block: int, step: int) -> Iterator[tuple[Table, Tiles, Tensor]]:

@@ -162,6 +162,7 @@ class PairWork:
 
     def _load(self, tiles: Tiles, visible: Tensor, own: Tensor) -> None:
         self.qi, self.kj = self.rows.index(tiles), self.table.rows(tiles)
+        self.repeats = tiles.repeats
         tall, wide = tiles.q.shape, (tiles.k.shape[0], -1)
         self.q = _take(self.rows.q, self.qi, (tall[0], -1))
         self.value = _take(self.table.value, self.kj, wide)
@@ -213,7 +214,8 @@ class PairWork:
                 denominator = denominator + self.sign * low.sum(-1)
                 dropped = dropped + self.sign * low * self.keep_low
             numerator = dropped @ self.value
-        add_rows(self.rows.sums, self.qi, Partial(numerator.flatten(0, 1), denominator.flatten(), top.flatten()))
+        add = add_repeated_rows if self.repeats else add_rows
+        add(self.rows.sums, self.qi, Partial(numerator.flatten(0, 1), denominator.flatten(), top.flatten()))
 
     def backward(self, tiles: Tiles, visible: Tensor, own: Tensor) -> None:
         self._load(tiles, visible, own)
@@ -275,6 +277,20 @@ def add_rows(sums: Partial, index: Tensor, part: Partial) -> None:
     sums.log_scale.index_copy_(0, index, scale)
     sums.denominator.index_copy_(0, index, denominator)
     sums.numerator.index_copy_(0, index, numerator)
+
+
+def add_repeated_rows(sums: Partial, index: Tensor, part: Partial) -> None:
+    """The same where a row may stand several times: raise the rows' scales first, then add."""
+    old = sums.log_scale.clone()
+    sums.log_scale.scatter_reduce_(0, index, part.log_scale, "amax")
+    base = finite(sums.log_scale)
+    raised = (sums.log_scale > old).nonzero()[:, 0]
+    shrink = torch.exp(old - base).index_select(0, raised)
+    sums.denominator.index_copy_(0, raised, sums.denominator.index_select(0, raised) * shrink)
+    sums.numerator.index_copy_(0, raised, sums.numerator.index_select(0, raised).mul_(shrink[:, None]))
+    add = torch.exp(part.log_scale - base.index_select(0, index))
+    sums.denominator.index_add_(0, index, part.denominator * add)
+    sums.numerator.index_add_(0, index, part.numerator.mul_(add[:, None]))
 
 
 def _take(x: Tensor, rows: Tensor, shape: tuple[int, int]) -> Tensor:

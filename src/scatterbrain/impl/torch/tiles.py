@@ -1,6 +1,6 @@
 """Layers turned into work: batches of tiles, each some queries against some keys, gathered by position.
 
-In one batch no query row stands twice, so a batch can be merged into the rows' partial sums without conflict.
+Where a query row may stand twice in a batch the tiles say so (`repeats`); else a batch is merged row by row.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from ...selection import Band, Blocks, Buckets, Groups, Layer, Rows
 ENTRIES_A_BATCH = 2**20  # numbers in a batch's largest temporary: small enough for cache, and for malloc to reuse
 ROW_WIDTH = 64  # what a gathered row is taken to hold
 WIDEST = 4096  # keys a tile
+FEW_LABELS = 4  # up to which comparing labels is faster than a table
+LARGEST_TABLE = 2**27
 
 
 @dataclass
@@ -27,12 +29,13 @@ class Tiles:
     q: Tensor
     k: Tensor
     own: Tensor | None = None
+    repeats: bool = False
 
     def cut(self, start: int, stop: int) -> Tiles:
         own = self.own
         if own is not None and own.shape[0] != 1:
             own = own[start:stop]
-        return Tiles(self.group[start:stop], self.q[start:stop], self.k[start:stop], own)
+        return Tiles(self.group[start:stop], self.q[start:stop], self.k[start:stop], own, self.repeats)
 
 
 @dataclass(frozen=True)
@@ -192,27 +195,28 @@ def tile_width(count: Tensor, widest: int) -> int:
 
 
 def bucket_tiles(layer: Buckets, size: Size) -> Iterator[Tiles]:
+    """Queries sorted by bucket, once for each of their labels, so that a bucket's keys are loaded once for many."""
     q_label, k_label, buckets = dense_labels(layer, size)
     if buckets == 0:
         return
-    keys = sort_by_label(k_label, buckets)
+    visits = q_label.shape[1]
+    keys, queries = sort_by_label(k_label, buckets), sort_by_label(q_label.flatten(), buckets)
     bk = tile_width(keys.count, 1024)
     waves = (keys.count + bk - 1) // bk
-    for rank in range(q_label.shape[1]):
-        queries = sort_by_label(q_label[:, rank], buckets)
-        reachable = torch.where(waves > 0, queries.count, 0)
-        bq = tile_width(reachable, 256)
-        tiles = (reachable + bq - 1) // bq
-        bucket = torch.repeat_interleave(size.arange(buckets), tiles)
-        if bucket.numel() == 0:
-            continue
-        nth = size.arange(bucket.numel()) - (tiles.cumsum(0) - tiles)[bucket]
-        q = members(queries, bucket, nth, bq)
-        for wave in range(int(waves[bucket].max())):
-            live = (waves[bucket] > wave).nonzero()[:, 0]
-            k = members(keys, bucket[live], torch.full_like(live, wave), bk)
-            group = q[live].amax(-1, keepdim=True) // size.n
-            yield Tiles(group, _local(q[live], size.n), _local(k, size.m))
+    reachable = torch.where(waves > 0, queries.count, 0)
+    bq = tile_width(reachable, 256 if visits == 1 else 128)
+    tiles = (reachable + bq - 1) // bq
+    bucket = torch.repeat_interleave(size.arange(buckets), tiles)
+    if bucket.numel() == 0:
+        return
+    nth = size.arange(bucket.numel()) - (tiles.cumsum(0) - tiles)[bucket]
+    visit = members(queries, bucket, nth, bq)
+    q = torch.where(visit < 0, -1, visit // visits)
+    for wave in range(int(waves[bucket].max())):
+        live = (waves[bucket] > wave).nonzero()[:, 0]
+        k = members(keys, bucket[live], torch.full_like(live, wave), bk)
+        group = q[live].amax(-1, keepdim=True) // size.n
+        yield Tiles(group, _local(q[live], size.n), _local(k, size.m), repeats=visits > 1)
 
 
 def members(of: Sorted, bucket: Tensor, nth: Tensor, width: int) -> Tensor:
@@ -232,6 +236,7 @@ class Holder:
 
     def __init__(self, layer: Layer, size: Size):
         self.layer, self.size = layer, size
+        self.table: Tensor | None
         match layer:
             case Blocks(index, _, k_block):
                 width = -(-size.m // k_block) + 1
@@ -242,8 +247,15 @@ class Holder:
                 self.table = table.scatter_(1, torch.where(index < 0, size.n, index), True)
             case Buckets():
                 q, k, none = dense_labels(layer, size)
-                self.q_label = torch.where(q == none, -2, q).to(torch.int32)
-                self.k_label = torch.where(k == none, -1, k).to(torch.int32)
+                span = none // size.groups + 1
+                self.table = None
+                if q.shape[1] > FEW_LABELS and size.n * span <= LARGEST_TABLE:
+                    row, key = (size.arange(x.shape[0])[:, None] // length for x, length in ((q, size.n), (k, size.m)))
+                    self.table = label_table(torch.where(q == none, -1, q - row * (span - 1)), span)
+                    self.k_label = torch.where(k == none, span - 1, k - key[:, 0] * (span - 1))
+                else:
+                    self.q_label = torch.where(q == none, -2, q).to(torch.int32)
+                    self.k_label = torch.where(k == none, -1, k).to(torch.int32)
             case Groups(q_index, k_index):
                 self.has_q = membership(q_index, size.n, size.groups).float()
                 self.has_k = membership(k_index, size.m, size.groups).float()
@@ -268,6 +280,8 @@ class Holder:
             case Buckets():
                 flat_q, flat_k = (g * self.size.n + i)[..., 0], (g * self.size.m + j)[:, 0]
                 k = self.k_label.index_select(0, flat_k.flatten()).view(flat_k.shape)[:, None]
+                if self.table is not None:
+                    return self._look_up(flat_q[..., None], k)
                 q = self.q_label.index_select(0, flat_q.flatten()).view(*flat_q.shape, -1)
                 held = q[..., :1] == k
                 for rank in range(1, q.shape[-1]):
@@ -277,4 +291,11 @@ class Holder:
                 return (self.has_q[g[..., 0], i[..., 0]] @ self.has_k[g[..., 0], j[:, 0]].mT) > 0
 
     def _look_up(self, row: Tensor, column: Tensor) -> Tensor:
+        assert self.table is not None
         return torch.take(self.table, row * self.table.shape[-1] + column)
+
+
+def label_table(label: Tensor, width: int) -> Tensor:
+    """(L, width) bool: which of the labels 0..width-2 each row (L, T) has; the last column stays False."""
+    table = torch.zeros(label.shape[0], width + 1, dtype=torch.bool, device=label.device)
+    return table.scatter_(1, torch.where(label < 0, width, label), True)[:, :width].contiguous()
