@@ -96,6 +96,8 @@ def check_inputs(
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
     mask = None if attn_mask is None else key_mask(attn_mask, b, h, n, m, query.device)
     q, k, v = (t.to(compute).reshape(b * h, t.shape[2], t.shape[3]) for t in (query, key, value))
+    if mask is not None:  # whatever padding holds, NaN included, must not reach a sum
+        k, v = (t.masked_fill(~mask[..., None], 0.0) for t in (k, v))
     return Problem(q, k, v, mask, bool(is_causal), float(scale), float(dropout_p), b, h, out_dtype)
 
 

@@ -114,7 +114,7 @@ FACTOR = 2**24  # room for chunk numbers below a bucket code
 def xbox_plus(ctx: Context) -> tuple[Tensor, Tensor]:
     """Lift queries and keys so that Euclidean distance orders the pairs as the inner product does."""
     q2, k2 = ctx.q.square().sum(-1, keepdim=True), ctx.k.square().sum(-1, keepdim=True)
-    top = (q2 * ctx.active[..., None]).amax(1, keepdim=True) + (k2 * ctx.visible[..., None]).amax(1, keepdim=True)
+    top = q2.masked_fill(~ctx.active[..., None], 0.0).amax(1, keepdim=True) + k2.masked_fill(~ctx.visible[..., None], 0.0).amax(1, keepdim=True)
     zero = torch.zeros_like
     q = torch.cat([ctx.q, zero(q2), (top - q2).clamp(min=0).sqrt()], -1)
     k = torch.cat([ctx.k, (top - k2).clamp(min=0).sqrt(), zero(k2)], -1)

@@ -79,7 +79,8 @@ def _take_low_rank(low: LowRank, a: int, b: int) -> LowRank:
 
 def strategy(layers: Sequence[Layer], low: LowRank | None, causal: bool, double_count: bool) -> str:
     """How the low-rank part keeps off the support."""
-    if low is None:
+    everything = any(isinstance(x, Band) and x.lo is None and x.hi is None and x.dilation == 1 for x in layers)
+    if low is None or (everything and not double_count):
         return "none"
     if isinstance(low, Means):
         return "means"
@@ -110,11 +111,12 @@ class Heads:
         self.rows = Rows(q, self.size, call.causal, ok, sums, self.drop)
         self.keys = Table(call.k.reshape(g * m, d), call.v.reshape(g * m, e), m)
         self.how = strategy(call.layers, call.low_rank, call.causal, call.double_count)
-        self.features = self._features(call.low_rank, ok) if isinstance(call.low_rank, Features) else None
+        low = None if self.how == "none" else call.low_rank
+        self.features = self._features(low, ok) if isinstance(low, Features) else None
         self.branch: MeanBranch | None = None
-        if isinstance(call.low_rank, Means):
+        if isinstance(low, Means):
             first = call.layers[0] if call.layers and not call.double_count else None
-            self.branch = MeanBranch(call.low_rank, self.rows, self.keys, self.drop, first)
+            self.branch = MeanBranch(low, self.rows, self.keys, self.drop, first)
         self.plan = self._plan() if self.features is not None else None
 
     def _features(self, low: Features, ok: Tensor | None) -> FeatureRows:
@@ -202,7 +204,7 @@ class Heads:
         return lost
 
     def _log_mass(self) -> Tensor:
-        return torch.log(self.rows.sums.denominator.clamp(min=0)) + self.rows.sums.log_scale
+        return torch.log(self.rows.sums.denominator.abs()) + self.rows.sums.log_scale
 
     def _lost_digits(self, before: Tensor) -> Tensor:
         """Rows whose sum is so far below what was added, or taken out, that rounding or underflow shows."""
@@ -213,7 +215,7 @@ class Heads:
         limits = torch.finfo(self.rows.q.dtype)
         after, denominator = self._log_mass(), self.rows.sums.denominator
         lost = self.features.rho - after > -0.7 * math.log(limits.tiny)
-        if self.how == "correction" and not signed:
+        if self.how == "correction":
             lost |= before - after > math.log(1e-5 / limits.eps)
         lost |= torch.isnan(denominator) | ((denominator == 0) if signed else (denominator <= 0))
         lost &= ~torch.isneginf(self.features.rho)

@@ -1,0 +1,1 @@
+"""Tasks and experiments around the library. The core never imports this package."""

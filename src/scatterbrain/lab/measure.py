@@ -1,0 +1,174 @@
+"""Errors against softmax attention, and times taken side by side, of methods at equal budgets."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import scatterbrain as sb
+
+from ..errors import message, require
+
+AGREE = 1e-3
+Forward = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """One kind of attention to measure. The matrix error is taken on the first `matrix_heads` heads of each batch item."""
+
+    name: str
+    about: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    matrix_heads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A line of the table. matrix_error is None where the method holds no matrix; budget and entries are those spent."""
+
+    data: str
+    method: str
+    entries: float
+    budget: float
+    matrix_error: float | None
+    output_error: float
+    agreement: float | None
+    seconds: float = math.inf
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def methods(entries: int, budget: float) -> dict[str, dict[str, Any]]:
+    """What the demo compares, at `entries` a query row: arguments of `scatterbrain.attention`."""
+    p = sb.presets
+    return {
+        "SMYRF": p.smyrf(entries),
+        "Performer": p.performer(entries),
+        "SMYRF + Performer, naive sum": p.naive_sum(entries),
+        "Scatterbrain as published": p.scatterbrain(entries),
+        "Scatterbrain, the default": {"budget": budget},
+    }
+
+
+def fused_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+
+def naive_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return torch.softmax(q @ k.mT * scale, -1) @ v
+
+
+EXACT: dict[str, Forward] = {"softmax, fused (SDPA)": fused_softmax, "softmax, naive": naive_softmax}
+
+
+class Measurement:
+    """All methods on one input: first every error, then the times, in turns."""
+
+    def __init__(self, inputs: Inputs, budget: float, repeats: int) -> None:
+        m = inputs.k.shape[2]
+        least = 16
+        fits = round(budget * m) >= least
+        require(fits, "budget", f"leave at least {least} entries a row", f"{budget} of {m:,} keys", "raise the budget or lengthen the input")
+        self.inputs, self.repeats = inputs, repeats
+        self.methods = methods(round(budget * m), budget)
+        self.steps = (1 + repeats) * (len(EXACT) + len(self.methods))
+
+    def run(self, tick: Callable[[str], None]) -> list[Row]:
+        """`tick` hears of every step done, for a progress bar."""
+        data, truth, rows, forwards = self.inputs, true_output(self.inputs), {}, {}
+        for name, forward in EXACT.items():
+            out = forward(data.q, data.k, data.v, data.scale)
+            entries = float(data.k.shape[2])
+            rows[name] = Row(
+                data=data.name, method=name, entries=entries, budget=1.0, matrix_error=None, output_error=head_error(out, truth), agreement=None
+            )
+            forwards[name] = forward
+            tick(name)
+        for name, method in self.methods.items():
+            rows[name], forwards[name] = self.errors(name, method, truth), torch_forward(method)
+            tick(name)
+        seconds = self.times(forwards, tick)
+        return [dataclasses.replace(row, seconds=seconds[name]) for name, row in rows.items()]
+
+    def errors(self, name: str, method: dict[str, Any], truth: Tensor) -> Row:
+        """Raises where the fast output is not the reference's: a wrong result has no time."""
+        data, forward = self.inputs, torch_forward(method)
+        squares = []
+        worst = 0.0
+        for q, k, v in slices(data):
+            reference, weights = sb.attention(q, k, v, scale=data.scale, impl="reference", return_weights=True, **method)
+            squares.append(head_errors(weights, exact_weights(q, k, data.scale)))
+            worst = max(worst, float(head_errors(forward(q, k, v, data.scale), reference).max()))
+        remedy = "report it: a result that is wrong is not timed"
+        require(worst <= AGREE, name, f"agree with the reference within {AGREE:g} (relative Frobenius)", f"{worst:.2g}", remedy)
+        spent = sb.explain(data.q, data.k, data.v, scale=data.scale, **method)
+        return Row(
+            data=data.name,
+            method=name,
+            entries=spent.entries_sparse + spent.entries_low_rank,
+            budget=spent.budget,
+            matrix_error=float(torch.cat(squares).mean()),
+            output_error=head_error(forward(data.q, data.k, data.v, data.scale), truth),
+            agreement=worst,
+        )
+
+    def times(self, forwards: dict[str, Forward], tick: Callable[[str], None]) -> dict[str, float]:
+        """The least of `repeats`, one of each method in turn, so that a disturbance hits all alike."""
+        data, best = self.inputs, dict.fromkeys(forwards, math.inf)
+        with torch.no_grad():
+            for _ in range(self.repeats):
+                for name, forward in forwards.items():
+                    start = time.perf_counter()
+                    forward(data.q, data.k, data.v, data.scale)
+                    best[name] = min(best[name], time.perf_counter() - start)
+                    tick(name)
+        return best
+
+
+def torch_forward(method: dict[str, Any]) -> Forward:
+    return lambda q, k, v, scale: sb.attention(q, k, v, scale=scale, impl="torch", **method)
+
+
+def slices(data: Inputs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Pieces whose N x M weights fit in memory: the heads to measure, at most about 2^24 weights at once."""
+    heads = max(1, 2**24 // (data.q.shape[2] * data.k.shape[2]))
+    for item in range(data.q.shape[0]):
+        for first in range(0, data.matrix_heads, heads):
+            piece = slice(first, min(first + heads, data.matrix_heads))
+            yield data.q[item : item + 1, piece], data.k[item : item + 1, piece], data.v[item : item + 1, piece]
+
+
+def exact_weights(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    return torch.softmax(q @ k.mT * scale, -1)
+
+
+def true_output(data: Inputs) -> Tensor:
+    """Softmax attention in float64, a head at a time."""
+    out = torch.empty(*data.q.shape[:3], data.v.shape[3], dtype=torch.float64)
+    for b in range(out.shape[0]):
+        for h in range(out.shape[1]):
+            q, k, v = (t[b, h].double() for t in (data.q, data.k, data.v))
+            out[b, h] = naive_softmax(q, k, v, data.scale)
+    return out
+
+
+def head_errors(got: Tensor, true: Tensor) -> Tensor:
+    """Relative Frobenius error of each head; 1 is what predicting zero gives."""
+    return ((got - true).flatten(2).norm(dim=-1) / true.flatten(2).norm(dim=-1)).flatten()
+
+
+def head_error(got: Tensor, true: Tensor) -> float:
+    return float(head_errors(got, true).mean())
