@@ -1,0 +1,51 @@
+# Every target makes its own environment: nothing but python3 and pip is assumed.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH := torch==2.13.0
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+SCATTERBRAIN_DATA ?= $(if $(wildcard ../shared/data),$(abspath ../shared/data))
+export SCATTERBRAIN_DATA
+
+DEMO := $(VENV)/.demo
+CHECKS := $(VENV)/.checks
+
+.PHONY: help demo test lint clean
+
+help:
+	@echo "make demo   errors and times at equal budgets: a table, demo/demo.png, demo/demo.json (ARGS='--budget 0.25' passes options)"
+	@echo "make test   ruff, mypy and pytest (ARGS='-k lsh' passes options to pytest)"
+	@echo "make lint   ruff and mypy"
+	@echo "make clean  remove the environment, caches and outputs"
+	@echo "SCATTERBRAIN_DATA names a folder of real data; without one the demo reads Python's own documentation"
+
+demo: $(DEMO)
+	$(BIN)/scatterbrain demo $(ARGS)
+
+# lint is a step of this recipe, not a prerequisite, so that it always comes first, under -j too.
+test: $(CHECKS)
+	@$(MAKE) --no-print-directory lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(CHECKS)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and pinned, so that nothing that depends on it picks another.
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet $(TORCH)
+	@touch $@
+
+$(DEMO): $(VENV)/.torch pyproject.toml
+	$(PIP) install --quiet $(TORCH) -e ".[demo]"
+	@touch $@
+
+$(CHECKS): $(VENV)/.torch pyproject.toml
+	$(PIP) install --quiet $(TORCH) -e ".[test,dev]"
+	@touch $@
