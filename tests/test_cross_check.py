@@ -6,8 +6,9 @@ import math
 import pytest
 import scatterbrain as sb
 import torch
-from rounding import assert_within, average_error, causal, normal, unit, weight_error
 from torch.nn.functional import scaled_dot_product_attention
+
+from rounding import assert_within, average_error, causal, normal, unit, weight_error
 
 IMPLS = ("reference", "torch")
 FULL = {"support": sb.Full(), "low_rank": None}
@@ -119,10 +120,10 @@ def test_performer_weights_stand_at_the_scale_of_exp():
     projection, root = ours.state["projection"], 16**-0.25
     top_q = (root * q @ projection.mT).amax(-1, keepdim=True)
     top_k = (root * k @ projection.mT).amax((-1, -2), keepdim=True)
-    l = (phi * top_q.exp()) @ (psi * top_k.exp()).mT
+    low = (phi * top_q.exp()) @ (psi * top_k.exp()).mT
     a = torch.exp(q @ k[:, :, :1].mT / 4)
     w = sb.attention(q, k, k, support=sb.Columns(index=(0,)), low_rank=ours, impl="reference", return_weights=True)[1]
-    ratio = (l / a)[..., 1:]
+    ratio = (low / a)[..., 1:]
     assert_within((w / w[..., :1])[..., 1:], ratio, 2 * (error + weight_error(q, k, 0.25, q.dtype)) * ratio)
 
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import pytest
 import scatterbrain as sb
 import torch
-from rounding import assert_within, average_error, normal, pattern, unit, weight_error
 from scatterbrain.selection import Blocks, Rows
 from torch import nn
+
+from rounding import assert_within, average_error, normal, pattern, unit, weight_error
 
 IMPLS = ("reference", "torch")
 WIDTH, HEADS = 16, 2
@@ -126,16 +127,19 @@ def bigbird(kind, n, **settings):
         return model, scaled_up(getattr(model, kind)(config))
 
 
-def block_sparse(n, block, seen):
-    """BigBird's sparse layer: its context, its probabilities, and the q, k, v it saw. It draws its random blocks in training mode only."""
+def block_sparse(n, block, seen, dtype=torch.float64):
+    """BigBird's sparse layer: its context, in float32 its probabilities, and the q, k, v it saw.
+
+    It draws its random blocks in training mode only, from NumPy's global state; earlier versions assemble probabilities in float32 only.
+    """
     numpy = pytest.importorskip("numpy")
     model, layer = bigbird("BigBirdBlockSparseAttention", n, block_size=block, num_random_blocks=2)
     layer.seed = 8
-    x, state = hidden_states(n, 9), numpy.random.get_state()
+    layer, x, state = layer.to(dtype).train(), hidden_states(n, 9).to(dtype), numpy.random.get_state()
     try:
-        blocked, band, rows, columns = model.BigBirdModel.create_masks_for_block_sparse_attn(seen.double(), block)
+        blocked, band, rows, columns = model.BigBirdModel.create_masks_for_block_sparse_attn(seen.to(dtype), block)
         with torch.no_grad():
-            out, probs = layer.train()(x, band, rows, columns, blocked, blocked)
+            out, probs = layer(x, band, rows, columns, blocked, blocked, output_attentions=dtype == torch.float32)
     finally:
         numpy.random.set_state(state)
     return out.unflatten(-1, (HEADS, -1)).transpose(1, 2), probs, heads_of(layer, x)
@@ -165,7 +169,7 @@ def test_bigbirds_global_and_window_blocks_are_ours(block):
     Their window is whole blocks (3 of them) and their last block is global too, which is Window(2) and a column at block size 1.
     """
     n, count = 20 * block, 20
-    _, probs, (q, k, _) = block_sparse(n, block, torch.ones(2, n))
+    _, probs, (q, k, _) = block_sparse(n, block, torch.ones(2, n), torch.float32)
     theirs = (probs > 0).unflatten(2, (count, block)).unflatten(-1, (count, block))
     assert torch.equal(theirs.any(3).any(-1), theirs.all(3).all(-1))  # whole blocks
     tokens = pattern(sb.GlobalTokens(block), q, k).unflatten(2, (count, block)).unflatten(-1, (count, block)).all(3).all(-1)
@@ -186,7 +190,7 @@ def test_sparse_bigbird_is_attention_on_its_blocks(impl, short):
     seen = torch.ones(2, n)
     seen[1, n - short :] = 0
     out, _, (q, k, v) = block_sparse(n, block, seen)
-    _, open_probs, _ = block_sparse(n, block, torch.ones(2, n))
+    _, open_probs, _ = block_sparse(n, block, torch.ones(2, n), torch.float32)
     grid = (open_probs > 0)[:, :, ::block, ::block].flatten(0, 1)
     random = torch.where(grid, torch.arange(count), -1)
     random[:, [0, -1]] = -1

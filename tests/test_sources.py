@@ -5,7 +5,8 @@ import math
 import pytest
 import scatterbrain as sb
 import torch
-from rounding import assert_within, causal, normal, pattern, weight_error, weights
+
+from rounding import assert_within, average_error, causal, normal, pattern, weight_error, weights
 
 
 def positions(n, m):
@@ -77,6 +78,14 @@ def test_random_blocks_are_bigbirds(blocks, m):
 def test_random_blocks_are_as_many_as_asked_for_at_any_length(blocks, total):
     tables = [key_blocks(blocks, 4, 60, 4 * total, seed=seed) for seed in range(4)]
     assert all(bool((t.sum(1) == min(blocks, total)).all()) for t in tables)
+
+
+def test_a_random_block_drawn_twice_counts_once():
+    """More blocks than there are: the fast code, which walks the list of blocks, must agree with the dense mask."""
+    q, k = qk(60, 12, groups=1)
+    method = {"support": sb.RandomBlocks(5, block=4), "low_rank": None}
+    bound = 2 * average_error(weight_error(q, k, 8**-0.5, q.dtype), k, q.dtype)
+    assert_within(sb.attention(q, k, k, impl="torch", **method), weights(q, k, **method) @ k, bound)
 
 
 def test_random_blocks_reach_every_block_equally_often():

@@ -1,13 +1,15 @@
 """Hashing against its papers: cross-polytope (Andoni et al. 2015), Reformer (Kitaev et al. 2020), SMYRF (Daras et al. 2020)."""
 
+import itertools
 import math
 
 import pytest
 import scatterbrain as sb
 import torch
-from rounding import assert_within, causal, normal, pattern, unit
 from scatterbrain.context import Context
 from scatterbrain.supports.lsh import xbox_plus
+
+from rounding import assert_within, causal, normal, pattern, unit
 
 
 def generator(seed=0):
@@ -76,7 +78,7 @@ def test_collision_probability_falls_with_distance():
         cosine = 1 - distance**2 / 2
         other = cosine * first + math.sqrt(1 - cosine**2) * second
         rates.append(pattern(lsh, first[:, None, None], other[:, None, None]).double().mean().item())
-    for near, far in zip(rates, rates[1:], strict=False):
+    for near, far in itertools.pairwise(rates):
         assert near - far > 5 * math.sqrt((near * (1 - near) + far * (1 - far)) / count), rates
     assert pattern(lsh, first[:, None, None], 3 * first[:, None, None]).all()
     assert not pattern(lsh, first[:, None, None], -first[:, None, None]).any()

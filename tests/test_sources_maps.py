@@ -3,9 +3,10 @@
 import pytest
 import scatterbrain as sb
 import torch
-from rounding import assert_within, average_error, causal, normal, unit, weight_error, weights
 from scatterbrain.context import Context
 from scatterbrain.features.nystrom import iterative_inverse
+
+from rounding import assert_within, average_error, causal, normal, unit, weight_error, weights
 
 IMPLS = ("reference", "torch")
 U = unit(torch.float64)

@@ -5,8 +5,9 @@ import math
 import pytest
 import scatterbrain as sb
 import torch
-from rounding import assert_within, normal, unit
 from scatterbrain.context import Context
+
+from rounding import assert_within, normal, unit
 
 KINDS = ("positive", "cosh", "trig")
 
