@@ -72,8 +72,10 @@ def normal(*shape, seed=0, dtype=torch.float64):
 
 
 def qkv(n, m, d=8, e=5, batch=2, heads=2, seed=0, dtype=torch.float64):
-    return normal(batch, heads, n, d, seed=seed, dtype=dtype), normal(batch, heads, m, d, seed=seed + 1, dtype=dtype), normal(
-        batch, heads, m, e, seed=seed + 2, dtype=dtype
+    return (
+        normal(batch, heads, n, d, seed=seed, dtype=dtype),
+        normal(batch, heads, m, d, seed=seed + 1, dtype=dtype),
+        normal(batch, heads, m, e, seed=seed + 2, dtype=dtype),
     )
 
 

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import scatterbrain as sb
 import torch
+
 from cases import COMMON, EACH, PAIRS, SIGNED, assert_close, grads, is_causal_ok, name, normal, parts, qkv, some_keys, truth
 
 LENGTHS = [(50, 50), (37, 61), (61, 37), (1, 9), (9, 1), (1, 1)]

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from .context import Context, gather_rows, spread
 
-
 ROWS_AT_ONCE = 2**22  # score entries held at a time
 
 

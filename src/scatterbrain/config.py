@@ -58,9 +58,7 @@ class Support(Config):
         raise NotImplementedError
 
     def __or__(self, other: Support) -> Union:
-        require(
-            isinstance(other, Support), "support", "be a support", repr(other), "unite supports with supports, as in Window(64) | GlobalTokens(4)"
-        )
+        require(isinstance(other, Support), "support", "be a support", other, "unite supports with supports, as in Window(64) | GlobalTokens(4)")
         return Union((*_parts(self), *_parts(other)))
 
 
@@ -83,7 +81,7 @@ class Union(Support):
 
     def __post_init__(self) -> None:
         ok = isinstance(self.parts, tuple) and all(isinstance(p, Support) for p in self.parts) and self.parts
-        require(ok, "parts", "be a non-empty tuple of supports", repr(self.parts), "write A | B")
+        require(ok, "parts", "be a non-empty tuple of supports", self.parts, "write A | B")
 
     def draw(self, head_dim: int, draw: Draw) -> dict[str, Tensor]:
         state = {}

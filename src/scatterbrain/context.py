@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,16 +47,16 @@ class Context:
             return self.key_mask
         return torch.ones(self.groups, self.n, dtype=torch.bool, device=self.q.device)
 
-    @cached_property
+    @property
     def key_count(self) -> Tensor:
         """(G,) number of visible keys, at least 1."""
         return self.visible.sum(-1).clamp(min=1)
 
-    @cached_property
+    @property
     def query_count(self) -> Tensor:
         return self.active.sum(-1).clamp(min=1)
 
-    @cached_property
+    @property
     def key_extent(self) -> Tensor:
         """(G,) one past the last visible key, at least 1."""
         position = torch.arange(1, self.m + 1, device=self.k.device)

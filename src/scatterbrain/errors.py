@@ -6,7 +6,7 @@ from typing import Any
 
 
 def require(ok: Any, name: str, rule: str, got: Any, remedy: str) -> None:
-    """Raise ValueError unless `ok`. The message is one line, whatever `got` looks like."""
+    """Raise ValueError unless `ok`. The message is one line, whatever `got` looks like; it is built only then."""
     if not ok:
         raise ValueError(message(name, rule, got, remedy))
 
@@ -18,4 +18,4 @@ def message(name: str, rule: str, got: Any, remedy: str) -> str:
 
 def require_int(value: Any, name: str, least: int = 1) -> None:
     ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    require(ok, name, f"be an integer >= {least}", repr(value), f"pass {name}={least} or more")
+    require(ok, name, f"be an integer >= {least}", value, f"pass {name}={least} or more")

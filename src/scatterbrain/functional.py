@@ -67,7 +67,7 @@ def attention(
 
 def check_impl(impl: str, return_weights: bool) -> None:
     remedy = "use impl='torch'; the native engine is not part of this version" if impl == "native" else "use impl='auto'"
-    require(impl in IMPLEMENTATIONS, "impl", f"be one of {', '.join(IMPLEMENTATIONS)}", repr(impl), remedy)
+    require(impl in IMPLEMENTATIONS, "impl", f"be one of {', '.join(IMPLEMENTATIONS)}", impl, remedy)
     dense = impl == "reference" or not return_weights
     require(dense, "return_weights", "come with impl='reference'", f"impl={impl!r}", "weights are N x M, which only the reference holds")
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from .config import LowRankMap, Sampled, Support
 from .errors import require, require_int
-from .functional import attention
-from .problem import DEFAULT
+from .functional import attention, check_impl
+from .problem import DEFAULT, check_method, is_default
 
 
 class ScatterbrainAttention(nn.Module):
@@ -56,22 +56,22 @@ class ScatterbrainAttention(nn.Module):
         self.head_dim = embed_dim // num_heads
         self.dropout, self.batch_first, self.is_causal, self.scale, self.impl = dropout, batch_first, is_causal, scale, impl
         self.budget, self.double_count = budget, double_count
+        check_impl(impl, False)
+        check_method(support, low_rank, budget, double_count, is_causal)
         make = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(embed_dim, embed_dim, **make)
         self.k_proj = nn.Linear(kdim or embed_dim, kv_heads * self.head_dim, **make)
         self.v_proj = nn.Linear(vdim or embed_dim, kv_heads * self.head_dim, **make)
         self.out_proj = nn.Linear(embed_dim, embed_dim, **make)
         self._configs: dict[str, Any] = {}
-        for name, part, kind in (("support", support, Support), ("low_rank", low_rank, LowRankMap)):
-            self._adopt(name, part, kind, generator, device)
+        for name, part in (("support", support), ("low_rank", low_rank)):
+            self._adopt(name, part, generator, device)
         self.reset_parameters()
 
-    def _adopt(self, name: str, part: Any, kind: type, generator: torch.Generator | None, device: Any) -> None:
-        if part is None or (isinstance(part, str) and part == DEFAULT):
+    def _adopt(self, name: str, part: Any, generator: torch.Generator | None, device: Any) -> None:
+        if part is None or is_default(part):
             self._configs[name] = part
             return
-        ok = isinstance(part, (kind, Sampled))
-        require(ok, name, f"be a {kind.__name__}, a sampled one, or None", repr(part), "pass one of scatterbrain's")
         sampled = part if isinstance(part, Sampled) else part.sample(self.head_dim, generator)
         self._configs[name] = sampled.config
         for key, tensor in sampled.state.items():

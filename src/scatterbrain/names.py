@@ -23,7 +23,7 @@ def from_json(text: str) -> Config:
 
 def from_dict(data: dict[str, Any]) -> Config:
     kind, version = data.get("type"), data.get("version")
-    require(kind in NAMES, "type", f"be one of {', '.join(NAMES)}", repr(kind), "check the file")
+    require(kind in NAMES, "type", f"be one of {', '.join(NAMES)}", kind, "check the file")
     require(version == VERSION, "version", f"be {VERSION}", version, "save the config again with this version")
     cls = NAMES[str(kind)]
     known = {f.name for f in dataclasses.fields(cls)}

@@ -41,7 +41,7 @@ def local(entries: int = 256) -> Method:
 
 def sparse_transformer(entries: int = 256, *, pattern: str = "strided", length: int = 4096) -> Method:
     """`length` sets how far the strides reach, since a stride's cost depends on it."""
-    require(pattern in ("strided", "fixed"), "pattern", "be 'strided' or 'fixed'", repr(pattern), "pick one of them")
+    require(pattern in ("strided", "fixed"), "pattern", "be 'strided' or 'fixed'", pattern, "pick one of them")
     if pattern == "strided":
         return _method(Strided(_share(entries, 3)), None)
     stride = _share(entries, 2)
@@ -95,7 +95,7 @@ def scatterbrain(
     require(0 < sparse_share < 1, "sparse_share", "lie in (0, 1)", sparse_share, "pass 0.75 for the paper's 3:1")
     exact = max(1, round(entries * sparse_share))
     parts = {"smyrf": smyrf, "reformer": reformer}
-    require(sparse in (*parts, "local"), "sparse", "be 'smyrf', 'reformer' or 'local'", repr(sparse), "pick one of them")
+    require(sparse in (*parts, "local"), "sparse", "be 'smyrf', 'reformer' or 'local'", sparse, "pick one of them")
     support = local(exact)["support"] if sparse == "local" else parts[sparse](exact, rounds=rounds, seed=seed)["support"]
     return _method(support, performer(max(2, entries - exact), kind=kind, seed=seed)["low_rank"])
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import presets
 from .config import LowRankMap, Sampled, Support
 from .context import Context
-from .errors import message, require
+from .errors import require
 from .lowrank import LowRank
 from .selection import Layer
 
@@ -136,36 +136,43 @@ def key_mask(mask: Tensor, b: int, h: int, n: int, m: int, device: torch.device)
     return mask[:, :, 0].expand(b, h, m).reshape(b * h, m)
 
 
-def resolve(support: Any, low_rank: Any, budget: float | None, double_count: bool, problem: Problem) -> Method:
-    """Fill in what the caller left out, refuse what does not fit, draw what is random."""
-    given = [name for name, part in (("support", support), ("low_rank", low_rank)) if not _is_default(part)]
+def check_method(support: Any, low_rank: Any, budget: float | None, double_count: bool, causal: bool) -> None:
+    """All that can be said of a method before any tensor comes."""
+    given = [name for name, part in (("support", support), ("low_rank", low_rank)) if not is_default(part)]
     if budget is not None:
         ok = isinstance(budget, (int, float)) and not isinstance(budget, bool) and 0 < budget <= 1
         require(ok, "budget", "lie in (0, 1]", budget, "pass the share of entries to spend, such as 1/8")
-        free = not given
-        require(
-            free, "budget", "be left out when support or low_rank is given", f"budget={budget} and {' and '.join(given)}", "size the parts instead"
-        )
-    if not given:
+        require(not given, "budget", "be left out when support or low_rank is given", f"budget={budget} and {given}", "size the parts instead")
+    parts = [part for part in (support, low_rank) if part is not None and not is_default(part)]
+    something = parts or not given
+    require(something, "support and low_rank", "not both be None", "None and None", "pass one of them, or neither for the default")
+    both = len(parts) == 2
+    require(both or not double_count, "double_count", "come with a support and a low-rank map, both given", "fewer", "pass both, or leave it out")
+    _check_part(support, "support", Support, "a support, such as Window(128)", causal)
+    _check_part(low_rank, "low_rank", LowRankMap, "a map, such as Performer(128)", causal)
+
+
+def _check_part(part: Any, name: str, kind: type, example: str, causal: bool) -> None:
+    if part is None or is_default(part):
+        return
+    config = part.config if isinstance(part, Sampled) else part
+    require(isinstance(config, kind), name, f"be a {kind.__name__}, a sampled one, or None", config, f"pass {example}, or None")
+    refusal = config.causal_refusal()
+    require(not (causal and refusal), name, "be able to honour is_causal=True", type(config).__name__, refusal)
+
+
+def resolve(support: Any, low_rank: Any, budget: float | None, double_count: bool, problem: Problem) -> Method:
+    """Fill in what the caller left out, refuse what does not fit, draw what is random."""
+    check_method(support, low_rank, budget, double_count, problem.causal)
+    if is_default(support) and is_default(low_rank):
         method = default_for(problem, 1 / 8 if budget is None else budget)
         support, low_rank = method["support"], method["low_rank"]
-    support = None if _is_default(support) else support
-    low_rank = None if _is_default(low_rank) else low_rank
-    something = support is not None or low_rank is not None
-    require(something, "support and low_rank", "not both be None", "None and None", "pass one of them, or neither for the default")
-    both = support is not None and low_rank is not None
-    require(both or not double_count, "double_count", "come with a support and a low-rank map", "only one of them", "pass both, or leave it out")
-    d, q = problem.q.shape[2], problem.q
-    return Method(
-        _sampled(support, "support", Support, d, q, problem.causal),
-        _sampled(low_rank, "low_rank", LowRankMap, d, q, problem.causal),
-        double_count,
-    )
+    return Method(_sampled(support, problem.q), _sampled(low_rank, problem.q), double_count)
 
 
 def default_for(problem: Problem, budget: float) -> presets.Method:
     """The default at a budget: a share of the keys that can be seen, so that padding changes nothing."""
-    length = problem.k.shape[1]
+    length = max(1, problem.k.shape[1])
     if problem.key_mask is not None and not torch.compiler.is_compiling():
         length = max(1, int(problem.key_mask.sum(-1).max()))
     seen = (length + 1) // 2 if problem.causal else length
@@ -174,18 +181,12 @@ def default_for(problem: Problem, budget: float) -> presets.Method:
     return presets.default(max(1, round(budget * seen)), length=length, causal=problem.causal)
 
 
-def _is_default(part: Any) -> bool:
+def is_default(part: Any) -> bool:
     return isinstance(part, str) and part == DEFAULT
 
 
-def _sampled(part: Any, name: str, kind: type, dim: int, like: Tensor, causal: bool) -> Sampled | None:
-    if part is None:
+def _sampled(part: Any, like: Tensor) -> Sampled | None:
+    if part is None or is_default(part):
         return None
-    config = part.config if isinstance(part, Sampled) else part
-    remedy = f"pass scatterbrain's {'supports, such as Window(128)' if kind is Support else 'maps, such as Performer(128)'}, or None"
-    require(isinstance(config, kind), name, f"be a {kind.__name__}, a sampled one, or None", repr(part), remedy)
-    refusal = config.causal_refusal()
-    if causal and refusal:
-        raise ValueError(message(name, "be able to honour is_causal=True", type(config).__name__, refusal))
-    sampled = part if isinstance(part, Sampled) else part.sample(dim)
+    sampled = part if isinstance(part, Sampled) else part.sample(like.shape[2])
     return sampled.to(like.device, like.dtype)

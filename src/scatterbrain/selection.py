@@ -89,7 +89,7 @@ def take_groups(layers: Sequence[Layer], start: int, stop: int) -> tuple[Layer, 
     """The same layers for groups start..stop."""
     out = []
     for layer in layers:
-        cut = {}
+        cut: dict[str, Any] = {}
         for f in dataclasses.fields(layer):
             t = getattr(layer, f.name)
             if isinstance(t, Tensor) and t.shape[0] != 1:

@@ -34,7 +34,7 @@ class Performer(LowRankMap):
     def __post_init__(self) -> None:
         require_int(self.features, "features")
         require_int(self.seed, "seed", least=0)
-        require(self.kind in KINDS, "kind", f"be one of {', '.join(KINDS)}", repr(self.kind), "pick one of them")
+        require(self.kind in KINDS, "kind", f"be one of {', '.join(KINDS)}", self.kind, "pick one of them")
         paired = self.kind == "positive" or self.features % 2 == 0
         require(paired, "features", f"be even for kind={self.kind!r}", self.features, f"pass {self.features + 1}")
 

@@ -14,7 +14,6 @@ from ..context import Context
 from ..errors import require, require_int
 from ..selection import Buckets, Groups, Layer
 
-
 ROUTES_AT_ONCE = 2**22
 
 

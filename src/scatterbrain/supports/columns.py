@@ -41,7 +41,7 @@ class Columns(Support):
             require_int(j, "index", least=0)
         distinct = len(set(self.index)) == len(self.index)
         require(distinct, "index", "hold distinct positions", self.index, "drop the repeated ones")
-        require(self.heavy + self.first + len(self.index) > 0, "Columns", "name a column", repr(self), "pass heavy=8 or first=4")
+        require(self.heavy + self.first + len(self.index) > 0, "Columns", "name a column", self, "pass heavy=8 or first=4")
 
     def select(self, ctx: Context, state: Mapping[str, Tensor]) -> tuple[Layer, ...]:
         fixed = sorted({*range(min(self.first, ctx.m)), *self.index})

@@ -38,7 +38,7 @@ class LSH(Support):
 
     def __post_init__(self) -> None:
         require_int(self.rounds, "rounds")
-        require(self.scheme in SCHEMES, "scheme", f"be one of {', '.join(SCHEMES)}", repr(self.scheme), "pick one of them")
+        require(self.scheme in SCHEMES, "scheme", f"be one of {', '.join(SCHEMES)}", self.scheme, "pick one of them")
         require_int(self.functions, "functions")
         require_int(self.seed, "seed", least=0)
         if self.bucket is None:

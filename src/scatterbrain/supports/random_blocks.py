@@ -17,10 +17,10 @@ from ..selection import Blocks, Layer
 
 @dataclass(frozen=True)
 class RandomBlocks(Support):
-    """Each block of queries sees `blocks` key blocks, one from each of `blocks` equal strata, so they are distinct.
+    """Each block of queries sees `blocks` distinct key blocks, one from each of `blocks` strata as equal as can be.
 
     Causal: drawn from the blocks up to the query's own. The draw depends on the seed and the block alone, and
-    spans the visible keys.
+    spans the visible keys. Unlike BigBird's, random blocks may fall on window or global ones; such pairs count once.
     """
 
     blocks: int
@@ -36,17 +36,16 @@ class RandomBlocks(Support):
     def select(self, ctx: Context, state: Mapping[str, Tensor]) -> tuple[Layer, ...]:
         rows = torch.arange(max(1, -(-ctx.n // self.block)), device=ctx.q.device)[:, None]
         stratum = torch.arange(self.blocks, device=ctx.q.device)
-        drawn = stratum + uniform(self.seed, rows, stratum).to(torch.float64)
+        drawn = uniform(self.seed, rows, stratum).to(torch.float64)
         total = (ctx.key_extent + self.block - 1) // self.block
         if ctx.key_mask is None:
             total = total[:1]
         span = total[:, None, None].expand(-1, rows.shape[0], 1)
         if ctx.causal:
             span = torch.minimum(span, rows + 1)
-        index = (drawn * span / self.blocks).to(torch.int64)
-        again = torch.zeros_like(index, dtype=torch.bool)
-        again[..., 1:] = index[..., 1:] == index[..., :-1]
-        return (Blocks(torch.where(again, -1, index), self.block, self.block),)
+        first, end = stratum * span // self.blocks, (stratum + 1) * span // self.blocks
+        index = first + (drawn * (end - first)).to(torch.int64)
+        return (Blocks(torch.where(end > first, index, -1), self.block, self.block),)
 
     def entries(self, n: int, m: int, dim: int, causal: bool) -> float:
         return min(m / 2 if causal else m, self.blocks * self.block)

@@ -51,8 +51,9 @@ class Fixed(Support):
         device = ctx.q.device
         q_label = torch.arange(ctx.n, device=device) // self.stride
         k_pos = torch.arange(ctx.m, device=device)
-        blocks = torch.arange(ctx.m // self.stride, device=device)[:, None] * self.stride
+        blocks = torch.arange(-(-ctx.m // self.stride), device=device)[:, None] * self.stride
         summary = (blocks + torch.arange(self.stride - self.tail, self.stride, device=device)).reshape(-1)
+        summary = torch.where(summary < ctx.m, summary, -1)
         own = Buckets(q_label[None, :, None], (k_pos // self.stride)[None])
         return own, Blocks(summary[None, None], max(1, ctx.n), 1)
 

@@ -24,7 +24,6 @@ from .means import MeanBranch
 from .pairs import Dropout, FeatureRows, MeanFaces, PairWork, Rows, Table, owned
 from .tiles import Holder, Size, Tiles, band_block, band_tiles, batches, dense_labels, in_batches
 
-
 ENTRIES_AT_ONCE = 2**22  # rows x features of the heads done together
 CAUSAL_BLOCK = 128
 Batch = tuple[Tiles, Tensor, Tensor]  # tiles, visible, own
@@ -121,7 +120,7 @@ class Heads:
 
     def _features(self, low: Features, ok: Tensor | None) -> FeatureRows:
         """Scale every feature by its largest value over the keys, every row by its largest exponent then."""
-        g, n, r = low.log_phi.shape
+        g, _, r = low.log_phi.shape
         psi = low.log_psi if ok is None else low.log_psi.masked_fill(~ok.view(g, -1, 1), -torch.inf)
         top = finite(psi.amax(1, keepdim=True))
         psi = torch.exp(psi - top)

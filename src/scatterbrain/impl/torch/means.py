@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...lowrank import Means
-from .pairs import Dropout, MeanFaces, PairWork, Rows, Table
 from ...selection import Buckets, Layer
+from .pairs import Dropout, MeanFaces, PairWork, Rows, Table
 from .tiles import LARGEST_TABLE, Tiles, label_table, tiles_at_once
 
 

@@ -36,7 +36,18 @@ def attend(
     elif isinstance(low_rank, Means):
         spec["means"] = {n: getattr(low_rank, n) for n in ("nodes", "order", "chunk", "inner")}
         tensors.append(low_rank.node)
-    return attention_op(q, k, v, phi, psi, sign_phi, sign_psi, key_mask, seed, tensors, json.dumps(spec))[0]
+    return attention_op(q, k, v, phi, psi, sign_phi, sign_psi, key_mask, seed, tensors, encode(spec))[0]
+
+
+def encode(value: Any) -> str:
+    """JSON of dicts, lists, strings and numbers, in operations that torch.compile can trace."""
+    if isinstance(value, dict):
+        return "{" + ",".join([f'"{k}":{encode(v)}' for k, v in value.items()]) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join([encode(v) for v in value]) + "]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return "null" if value is None else f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def row_sums(

@@ -16,7 +16,6 @@ from ...partial import Partial
 from .pairs import FeatureRows, Rows, add_rows
 from .tiles import Sorted, members
 
-
 ROWS_AT_ONCE = 2**22  # gathered feature entries held at a time
 
 

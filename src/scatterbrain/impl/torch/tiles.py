@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ...selection import Band, Blocks, Buckets, Groups, Layer, Rows
 
-
 ENTRIES_A_BATCH = 2**20  # numbers in a batch's largest temporary: small enough for cache, and for malloc to reuse
 ROW_WIDTH = 64  # what a gathered row is taken to hold
 WIDEST = 4096  # keys a tile
@@ -236,7 +235,7 @@ class Holder:
 
     def __init__(self, layer: Layer, size: Size):
         self.layer, self.size = layer, size
-        self.table: Tensor | None
+        self.table: Tensor | None = None
         match layer:
             case Blocks(index, _, k_block):
                 width = -(-size.m // k_block) + 1
@@ -248,7 +247,6 @@ class Holder:
             case Buckets():
                 q, k, none = dense_labels(layer, size)
                 span = none // size.groups + 1
-                self.table = None
                 if q.shape[1] > FEW_LABELS and size.n * span <= LARGEST_TABLE:
                     row, key = (size.arange(x.shape[0])[:, None] // length for x, length in ((q, size.n), (k, size.m)))
                     self.table = label_table(torch.where(q == none, -1, q - row * (span - 1)), span)
@@ -270,13 +268,13 @@ class Holder:
                 inside = inside if lo is None else inside & (d >= lo * step)
                 return inside if hi is None else inside & (d <= hi * step)
             case Blocks(_, q_block, k_block):
-                group = g if self.table.shape[0] > 1 else torch.zeros_like(g)
-                if self.table.shape[1] == 1:
+                shape = self.layer.index.shape
+                group = g if shape[0] > 1 else torch.zeros_like(g)
+                if shape[1] == 1:
                     return self._look_up(group, j // k_block)
-                return self._look_up(group * self.table.shape[1] + i // q_block, j // k_block)
+                return self._look_up(group * shape[1] + i // q_block, j // k_block)
             case Rows():
-                group = g if self.table.shape[0] > 1 else torch.zeros_like(g)
-                return self._look_up(group, i)
+                return self._look_up(g if self.layer.index.shape[0] > 1 else torch.zeros_like(g), i)
             case Buckets():
                 flat_q, flat_k = (g * self.size.n + i)[..., 0], (g * self.size.m + j)[:, 0]
                 k = self.k_label.index_select(0, flat_k.flatten()).view(flat_k.shape)[:, None]
