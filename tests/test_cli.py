@@ -34,7 +34,14 @@ def test_unknown_words_are_refused(argv):
 
 @pytest.mark.parametrize(
     ("option", "value", "name"),
-    [("--budget", "0", "budget"), ("--budget", "nan", "budget"), ("--heads", "0", "heads"), ("--delta", "-1", "delta"), ("--beta", "0", "beta")],
+    [
+        ("--budget", "0", "budget"),
+        ("--budget", "nan", "budget"),
+        ("--heads", "0", "heads"),
+        ("--delta", "-1", "delta"),
+        ("--beta-factor", "0", "beta_factor"),
+        ("--grid-draws", "0", "grid_draws"),
+    ],
 )
 def test_a_wrong_value_is_one_line(capsys, tmp_path, option, value, name):
     pytest.importorskip("matplotlib")
@@ -54,7 +61,9 @@ def test_options_reach_the_configuration(monkeypatch):
     assert seen[1][0] == demo.DemoConfig()
 
 
-@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (LabError("no such wheel; fetch it"), 1)])
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyboardInterrupt(), 130), (LabError("no such wheel; fetch it"), 1), (PermissionError(13, "denied", "out"), 1)]
+)
 def test_what_stops_the_work_is_one_line(monkeypatch, capsys, error, code):
     def stop(config, command):
         raise error

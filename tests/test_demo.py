@@ -7,9 +7,9 @@ import zipfile
 import pytest
 import scatterbrain as sb
 import torch
-from scatterbrain.lab import demo, measure, minilm
+from scatterbrain.lab import demo, grid, measure, minilm
 from scatterbrain.lab.process1 import Process1
-from scatterbrain.lab.table import format_table, number
+from scatterbrain.lab.table import format_grid, format_table, number
 
 
 def generator(seed=0):
@@ -54,7 +54,7 @@ def test_process1_last_cluster_may_be_small():
 def test_middle_temperature_is_log_n_on_the_unit_sphere():
     process = Process1(n=1000, d=64)
     assert process.scale * math.sqrt(64) == pytest.approx(math.log(1000))
-    assert Process1(beta=0.3).scale == 0.3
+    assert Process1(n=1000, d=64, beta_factor=0.25).scale == pytest.approx(process.scale / 4)
 
 
 @pytest.mark.parametrize("name", ["SMYRF", "Performer", "SMYRF + Performer, naive sum", "Scatterbrain as published", "Scatterbrain, the default"])
@@ -114,6 +114,73 @@ def test_table_is_aligned_and_compares_with_the_first_row():
     assert number(3e-7) == "3e-07"
 
 
+def small_grid(**more):
+    process = Process1(n=64, d=16, cluster_size=4)
+    return grid.Grid(process, **{"budget": 0.25, "draws": 2, "seed": 5, **more})
+
+
+def test_the_grid_measures_every_method_in_every_cell():
+    one, heard = small_grid(), []
+    cells = one.run(heard.append)
+    assert len(heard) == one.steps == 9
+    assert len({(cell.method, *cell.place) for cell in cells}) == len(cells) == 9 * len(measure.methods(16, 0.25))
+    # A cell again, from the definition: the second draw has seed 6, for the data and for the method.
+    process = Process1(n=64, d=16, cluster_size=16, beta_factor=0.5)
+    z, _ = process.sample(generator(6))
+    exact = torch.softmax(z @ z.mT * process.scale, -1)
+    for name, method in measure.methods(16, 0.25, seed=6).items():
+        _, weights = sb.attention(z, z, z, scale=process.scale, impl="reference", return_weights=True, **method)
+        (cell,) = (cell for cell in cells if (cell.method, *cell.place) == (name, 16, 0.5))
+        assert cell.errors[1] == pytest.approx(float(measure.head_errors(weights, exact)), rel=1e-4)
+        assert cell.error == pytest.approx(sum(cell.errors) / 2)
+        assert cell.budget == pytest.approx(0.25, rel=0.25)
+
+
+def test_the_grid_refuses_a_wrong_result(monkeypatch):
+    monkeypatch.setattr(measure, "disagreement", lambda *_: 0.5)
+    with pytest.raises(ValueError, match=r"SMYRF must agree with the reference"):
+        small_grid().run(lambda name: None)
+
+
+def cells(method, errors):
+    places = [(size, factor) for size in grid.CLUSTER_SIZES for factor in grid.BETA_FACTORS]
+    return [
+        grid.Cell(method=method, cluster_size=size, beta_factor=factor, budget=0.125, errors=(error / 2, error, 10 * error))
+        for (size, factor), error in zip(places, errors, strict=True)
+    ]
+
+
+def test_spreads_are_over_cells_and_draws():
+    first, second = grid.spreads([*cells("sparse", range(1, 10)), *cells("low-rank", [0.5] * 9)])
+    assert (first.least, first.median, first.most, first.worst_draw) == (1, 5, 9, 90)
+    assert (second.method, second.least, second.most, second.worst_draw) == ("low-rank", 0.5, 0.5, 5)
+    lines = format_grid([first, second], "made").splitlines()
+    assert lines[0] == "made"
+    assert lines[2].split() == ["sparse", "0.125", "1.000", "5.000", "9.000", "90.000"]
+    assert len({len(line) for line in lines[1:]}) == 1
+
+
+def test_the_text_says_which_cell_is_timed():
+    found = cells(measure.OURS, [7, 8, 6, 5, 4.5, 1, 3, 4, 2])
+    assert demo.place_in_grid(demo.DemoConfig(), found).endswith("is number 5 of 9 cells by the default's error there, least first: the median.")
+    best = demo.place_in_grid(demo.DemoConfig(beta_factor=1.0), found)
+    assert best.endswith("is number 1 of 9 cells by the default's error there, least first; number 5 is the median.")
+    assert demo.place_in_grid(demo.DemoConfig(cluster_size=8), found).endswith("is not a cell of the grid.")
+
+
+@pytest.mark.slow
+def test_the_timed_cell_is_the_median_at_the_timed_length():
+    config = demo.DemoConfig()
+    one = demo.process1_grid(demo.DemoConfig(grid_length=config.length, grid_draws=1))
+    found = [one.cell(measure.OURS, size, factor, [one.inputs(size, factor, config.seed)]) for size, factor in one.places]
+    assert grid.ranked(found, measure.OURS)[4] == (config.cluster_size, config.beta_factor)
+
+
+def test_why_a_cell_is_timed_is_said_only_where_it_holds():
+    assert "measured at 4,096 tokens, it has the default's median error" in demo.why_timed(demo.DemoConfig())[0]
+    assert demo.why_timed(demo.DemoConfig(length=2048)) == demo.why_timed(demo.DemoConfig(cluster_size=64)) == []
+
+
 def test_demo_writes_a_figure_and_a_record(tmp_path, monkeypatch, capsys):
     for module in ("matplotlib", "tqdm"):
         pytest.importorskip(module)
@@ -125,16 +192,21 @@ def test_demo_writes_a_figure_and_a_record(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(minilm, "fetch", lambda: tmp_path)
     monkeypatch.setattr(minilm, "qkv", random_encoder)
     monkeypatch.delenv("SCATTERBRAIN_DATA", raising=False)
-    config = demo.DemoConfig(length=128, heads=2, width=16, budget=0.25, repeats=1, documents=1, out=str(tmp_path / "out"))
+    config = demo.DemoConfig(
+        length=128, heads=2, width=16, grid_length=64, grid_draws=1, budget=0.25, repeats=1, documents=1, out=str(tmp_path / "out")
+    )
     paths = demo.run(config, "scatterbrain demo")
     assert paths["figure"].read_bytes().startswith(b"\x89PNG")
     record = json.loads(paths["record"].read_text())
     assert record["command"] == "scatterbrain demo"
     assert record["versions"]["torch"] == torch.__version__
     assert {r["data"] for r in record["rows"]} == {"Process 1", "MiniLM"}
+    assert len(record["grid"]) == 9 * len(measure.methods(16, 0.25))
+    assert all(len(cell["errors"]) == 1 and cell["error"] == cell["errors"][0] for cell in record["grid"])
     out = capsys.readouterr().out
     assert all(str(path) in out for path in paths.values())
     assert "2 layers x 12 heads of width 32" in out
+    assert "Process 1, over the grid: matrix error in 9 cells, 64 tokens, one head of width 16" in out
 
 
 def test_bundled_text_is_long_and_real():

@@ -133,3 +133,20 @@ def test_reference_and_torch_share_no_module():
     source = inspect.getsource(reference)
     assert "impl.torch" not in source and "from .torch" not in source
     assert len(PAIRS) > 200
+
+
+@pytest.mark.parametrize("pair", [p for p in SOME if p[1] in ("performer", "nystrom", "performer-trig")], ids=name)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_heads_done_some_at_a_time_give_the_same(monkeypatch, pair, dropout):
+    from scatterbrain import functional
+
+    q, k, v = qkv(30, 30)
+    seen = []
+    for at_once in (2**26, 1):
+        monkeypatch.setattr(functional, "FEATURES_AT_ONCE", at_once)
+        torch.manual_seed(1)
+        inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = sb.attention(*inputs, dropout_p=dropout, **parts(pair))
+        seen.append((out.detach(), *grads(out, inputs)))
+    for one, other in zip(*seen, strict=True):
+        assert_close(one, other, torch.float64, 10, 1e3)

@@ -72,6 +72,10 @@ class LowRankMap(Config):
         """Entries per query row by DESIGN's count: 2m for m features, m for m means."""
         raise NotImplementedError
 
+    def width(self, dim: int) -> int:
+        """Features a row, 0 for means: what must be held per query and key."""
+        return 0
+
 
 @dataclass(frozen=True)
 class Union(Support):

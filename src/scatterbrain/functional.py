@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .config import LowRankMap, Sampled, Support
 from .errors import require
 from .impl import reference
 from .impl import torch as torch_impl
-from .problem import DEFAULT, Problem, check_inputs, resolve
+from .problem import DEFAULT, Method, Problem, check_inputs, resolve
+from .selection import take_groups
 
+FEATURES_AT_ONCE = 2**26  # 256 MiB of float32
 IMPLEMENTATIONS = ("auto", "torch", "reference")
 Part = Sampled | Literal["default"] | None
 
@@ -55,14 +59,39 @@ def attention(
         out = (query.new_zeros(b, h, n, e) + nothing).to(problem.out_dtype)
         return (out, query.new_zeros(b, h, n, m)) if return_weights else out
     with torch.autocast(query.device.type, enabled=False):
-        layers, low = problem.factors(method)
-        q = problem.q * problem.scale
-        rest = (problem.key_mask, problem.causal, double_count, problem.dropout_p, draw_seed(problem))
+        seed = draw_seed(problem)
         if impl == "reference":
-            dense, weights, _ = reference.attend(q, problem.k, problem.v, layers, low, *rest)
+            dense, weights = _dense(problem, method, seed)
             out = dense.view(b, h, n, e).to(problem.out_dtype)
             return (out, weights.view(b, h, n, m)) if return_weights else out
-        return torch_impl.attend(q, problem.k, problem.v, layers, low, *rest).view(b, h, n, e).to(problem.out_dtype)
+        return _linear(problem, method, seed).view(b, h, n, e).to(problem.out_dtype)
+
+
+def _dense(problem: Problem, method: Method, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    p, (layers, low) = problem, problem.factors(method)
+    out, weights, _ = reference.attend(p.q * p.scale, p.k, p.v, layers, low, p.key_mask, p.causal, method.double_count, p.dropout_p, seed)
+    return out, weights
+
+
+def _linear(problem: Problem, method: Method, seed: Tensor | None) -> Tensor:
+    """All heads at once, or, where their features would fill the memory, some at a time and again in backward."""
+    memo: dict[Any, Any] = {}
+    layers = problem.select(method, memo)
+
+    def part(q: Tensor, k: Tensor, v: Tensor, start: int, stop: int) -> Tensor:
+        p = dataclasses.replace(problem.groups(start, stop), q=q, k=k, v=v)
+        cut = take_groups(layers, start, stop)
+        low = p.factor(method, memo)
+        return torch_impl.attend(q * p.scale, k, v, cut, low, p.key_mask, p.causal, method.double_count, p.dropout_p, seed, start)
+
+    groups = problem.q.shape[0]
+    width = 0 if method.low_rank is None else method.low_rank.config.width(problem.q.shape[2])  # type: ignore[attr-defined]
+    step = max(1, FEATURES_AT_ONCE // max(1, (problem.q.shape[1] + problem.k.shape[1]) * width))
+    if step >= groups or torch.compiler.is_compiling():
+        return part(problem.q, problem.k, problem.v, 0, groups)
+    cuts = [(a, min(a + step, groups)) for a in range(0, groups, step)]
+    args = [(*(t[a:b] for t in (problem.q, problem.k, problem.v)), a, b) for a, b in cuts]
+    return torch.cat([checkpoint(part, *arg, use_reentrant=False, preserve_rng_state=False) for arg in args])
 
 
 def check_impl(impl: str, return_weights: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -48,17 +49,30 @@ class Problem:
     heads: int
     out_dtype: torch.dtype
 
-    def factors(self, method: Method) -> tuple[tuple[Layer, ...], LowRank | None]:
-        """Select the support (no gradient) and factor the low-rank part (differentiable)."""
-        ctx = Context(self.q.detach(), self.k.detach(), self.scale, self.causal, self.key_mask)
-        layers: tuple[Layer, ...] = ()
-        if method.support is not None:
-            with torch.no_grad():
-                layers = method.support.config.select(ctx, method.support.state)  # type: ignore[attr-defined]
+    def select(self, method: Method, memo: dict[Any, Any]) -> tuple[Layer, ...]:
+        """The support on this input; no gradient."""
+        if method.support is None:
+            return ()
+        ctx = Context(self.q.detach(), self.k.detach(), self.scale, self.causal, self.key_mask, memo)
+        with torch.no_grad():
+            return method.support.config.select(ctx, method.support.state)  # type: ignore[attr-defined]
+
+    def factor(self, method: Method, memo: dict[Any, Any]) -> LowRank | None:
+        """The low-rank part on this input; differentiable."""
         if method.low_rank is None:
-            return layers, None
-        live = Context(self.q, self.k, self.scale, self.causal, self.key_mask, ctx.memo)
-        return layers, method.low_rank.config.factor(live, method.low_rank.state)  # type: ignore[attr-defined]
+            return None
+        ctx = Context(self.q, self.k, self.scale, self.causal, self.key_mask, memo)
+        return method.low_rank.config.factor(ctx, method.low_rank.state)  # type: ignore[attr-defined]
+
+    def factors(self, method: Method) -> tuple[tuple[Layer, ...], LowRank | None]:
+        memo: dict[Any, Any] = {}
+        return self.select(method, memo), self.factor(method, memo)
+
+    def groups(self, start: int, stop: int) -> Problem:
+        """Some heads of it."""
+        mask = None if self.key_mask is None else self.key_mask[start:stop]
+        q, k, v = (t[start:stop] for t in (self.q, self.k, self.v))
+        return dataclasses.replace(self, q=q, k=k, v=v, key_mask=mask)
 
 
 def check_inputs(

@@ -20,6 +20,9 @@ class EluPlusOne(LowRankMap):
     def factor(self, ctx: Context, state: Mapping[str, Tensor]) -> Features:
         return Features(_log_elu_plus_one(ctx.q), _log_elu_plus_one(ctx.k))
 
+    def width(self, dim: int) -> int:
+        return dim
+
     def entries(self, n: int, m: int, dim: int, causal: bool) -> float:
         return 2 * dim
 

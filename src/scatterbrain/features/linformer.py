@@ -64,5 +64,8 @@ class Linformer(LowRankMap):
         f = projection[:, : ctx.m] * seen
         return (f + (1 - f.sum(-1, keepdim=True)) / ctx.key_count[:, None, None]) * seen
 
+    def width(self, dim: int) -> int:
+        return self.features
+
     def entries(self, n: int, m: int, dim: int, causal: bool) -> float:
         return 2 * self.features

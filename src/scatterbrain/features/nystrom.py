@@ -46,6 +46,9 @@ class Nystrom(LowRankMap):
         log_psi = torch.log_softmax(torch.where(any_key, b, 0.0), -1).mT
         return Features(log_abs(phi) + top + mass, log_psi, torch.sign(phi.detach()), None)
 
+    def width(self, dim: int) -> int:
+        return self.features
+
     def entries(self, n: int, m: int, dim: int, causal: bool) -> float:
         return 2 * self.features
 

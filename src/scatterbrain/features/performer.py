@@ -64,5 +64,8 @@ class Performer(LowRankMap):
         tiny = torch.finfo(wave.dtype).tiny
         return torch.log(wave.abs().clamp(min=tiny)) + (half - math.log(self.features // 2) / 2), torch.sign(wave.detach())
 
+    def width(self, dim: int) -> int:
+        return self.features
+
     def entries(self, n: int, m: int, dim: int, causal: bool) -> float:
         return 2 * self.features

@@ -47,5 +47,8 @@ class GlobalTokens(Support, LowRankMap):
         log_psi = torch.cat([is_column.expand(groups, -1, -1), from_rows], -1)
         return Features(log_phi, log_psi)
 
+    def width(self, dim: int) -> int:
+        return 2 * self.count
+
     def entries(self, n: int, m: int, dim: int, causal: bool) -> float:
         return min(m, self.count + self.count * m / max(1, n))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ class Call:
     double_count: bool
     dropout_p: float
     seed: Tensor | None
+    first_group: int = 0
 
     def parts(self) -> Iterator[tuple[int, Call]]:
         """Some groups at a time, so that temporaries stay small at any length."""
@@ -54,18 +55,9 @@ class Call:
             b = min(a + step, g)
             mask = None if self.key_mask is None else self.key_mask[a:b]
             low = None if self.low_rank is None else _take_low_rank(self.low_rank, a, b)
-            part = Call(
-                self.q[a:b],
-                self.k[a:b],
-                self.v[a:b],
-                take_groups(self.layers, a, b),
-                low,
-                mask,
-                self.causal,
-                self.double_count,
-                self.dropout_p,
-                self.seed,
-            )
+            q, k, v, layers = self.q[a:b], self.k[a:b], self.v[a:b], take_groups(self.layers, a, b)
+            first = self.first_group + a
+            part = replace(self, q=q, k=k, v=v, layers=layers, low_rank=low, key_mask=mask, first_group=first)
             yield a, part
 
 
@@ -97,12 +89,12 @@ def strategy(layers: Sequence[Layer], low: LowRank | None, causal: bool, double_
 class Heads:
     """The working state of some heads."""
 
-    def __init__(self, call: Call, first_group: int):
+    def __init__(self, call: Call):
         g, n, d = call.q.shape
         m, e = call.v.shape[1], call.v.shape[2]
         self.call = call
         self.size = Size(g, n, m, call.q.device)
-        self.drop = Dropout(call.dropout_p, call.seed, first_group) if call.dropout_p > 0 and call.seed is not None else None
+        self.drop = Dropout(call.dropout_p, call.seed, call.first_group) if call.dropout_p > 0 and call.seed is not None else None
         ok = None if call.key_mask is None else call.key_mask.reshape(-1)
         q = torch.cat([call.q.reshape(g * n, d), call.q.new_zeros(1, d)])
         spare = g * n + 1
@@ -229,7 +221,7 @@ def run_forward(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     log_scale, denominator = call.q.new_zeros(g, n), call.q.new_zeros(g, n)
     dense = torch.zeros(g, n, dtype=torch.bool, device=call.q.device)
     for a, part in call.parts():
-        heads = Heads(part, a)
+        heads = Heads(part)
         lost = heads.forward()
         b, sums = a + part.q.shape[0], heads.rows.sums
         out[a:b] = sums.output()[:-1].view(b - a, n, -1)
@@ -262,7 +254,7 @@ def run_backward(call: Call, d_out: Tensor, saved: Saved) -> tuple[Tensor, Tenso
         return d_q, d_k, d_v, d_phi, d_psi
     for a, part in call.parts():
         b = a + part.q.shape[0]
-        heads = Heads(part, a)
+        heads = Heads(part)
         _start_backward(heads, d_out[a:b], saved.groups(a, b))
         _backward_heads(heads)
         rows, keys = heads.rows, heads.keys

@@ -25,10 +25,14 @@ def attend(
     double_count: bool = False,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
+    first_group: int = 0,
 ) -> Tensor:
-    """Same arguments as the reference; q is scaled. Differentiable in q, k, v and the features."""
+    """Same arguments as the reference; q is scaled. Differentiable in q, k, v and the features.
+
+    `first_group` numbers these heads among all, for dropout.
+    """
     meta, tensors = pack(layers)
-    spec: dict[str, Any] = {"layers": meta, "causal": causal, "double_count": double_count, "dropout_p": dropout_p}
+    spec: dict[str, Any] = {"layers": meta, "causal": causal, "double_count": double_count, "dropout_p": dropout_p, "first_group": first_group}
     phi = psi = sign_phi = sign_psi = None
     if isinstance(low_rank, Features):
         phi, psi, sign_phi, sign_psi = low_rank.log_phi, low_rank.log_psi, low_rank.sign_phi, low_rank.sign_psi
@@ -84,7 +88,7 @@ def _call(
     elif "means" in s:
         low = Means(tensors[-1], **s["means"])
     layers = unpack(s["layers"], tensors)
-    return Call(q, k, v, layers, low, key_mask, s["causal"], s["double_count"], s["dropout_p"], seed)
+    return Call(q, k, v, layers, low, key_mask, s["causal"], s["double_count"], s["dropout_p"], seed, s["first_group"])
 
 
 @torch.library.custom_op("scatterbrain::attention", mutates_args=())
@@ -151,7 +155,8 @@ def _backward(ctx, d_out, *unused):  # type: ignore[no-untyped-def]
     none = [None] * 3
     if d_out is None:
         return (*none, *none, *none, [None] * ctx.tensors, None)
-    inputs, outputs, tensors = ctx.saved_tensors[:9], ctx.saved_tensors[9:13], list(ctx.saved_tensors[13:])
+    saved = ctx.saved_tensors  # once: checkpointing unpacks on reading
+    inputs, outputs, tensors = saved[:9], saved[9:13], list(saved[13:])
     grads = backward_op(d_out, *inputs, tensors, ctx.spec, *outputs)
     features = grads[3:] if len(grads) > 3 else [None, None]
     return (*grads[:3], *features, None, None, None, None, [None] * ctx.tensors, None)
