@@ -9,6 +9,7 @@ import platform
 import sys
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,24 @@ import scatterbrain as sb
 from ..errors import require, require_int
 from . import minilm
 from .extras import need
-from .figure import draw
-from .measure import CHECKED, Inputs, Measurement, Row
+from .figure import GridPanel, draw
+from .grid import BETA_FACTORS, CLUSTER_SIZES, Cell, Grid, ranked, spreads
+from .measure import CHECKED, OURS, Inputs, Measurement, Row
 from .process1 import Process1
-from .table import format_table
+from .table import format_grid, format_table
 
 DATA = ("process1", "minilm")
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """What to measure. `beta` None is the middle temperature; `threads` None leaves torch's own number."""
+    """What to measure. `threads` None leaves torch's own number.
+
+    Process 1 is compared over a grid of cells (lab/grid.py) and timed at one of them, longer. cluster_size and
+    beta_factor name that one: the cell of the grid where the default's error is the median, at the timed length.
+    (At 1,024 tokens the median is clusters of 64 at factor 1, but at 4,096 that is the default's easiest cell.)
+    """
 
     budget: float = 1 / 8
     data: tuple[str, ...] = DATA
@@ -39,9 +46,11 @@ class DemoConfig:
     heads: int = 8
     width: int = 64
     cluster_size: int = 16
+    beta_factor: float = 0.5
     delta: float = 0.1
-    beta: float | None = None
     matrix_heads: int = 4
+    grid_length: int = 1024
+    grid_draws: int = 5
     documents: int = 2
     repeats: int = 5
     threads: int | None = None
@@ -52,8 +61,9 @@ class DemoConfig:
         require(0 < self.budget <= 1, "budget", "lie in (0, 1]", self.budget, "pass the share of entries to spend, such as 0.125")
         known = bool(self.data) and set(self.data) <= set(DATA)
         require(known, "data", f"name some of {', '.join(DATA)}", self.data, "pass one or both")
-        for name in ("length", "heads", "width", "matrix_heads", "documents", "repeats"):
+        for name in ("length", "heads", "width", "matrix_heads", "grid_draws", "documents", "repeats"):
             require_int(getattr(self, name), name)
+        require_int(self.grid_length, "grid_length", least=max(CLUSTER_SIZES))
         if self.threads is not None:
             require_int(self.threads, "threads")
         require_int(self.seed, "seed", least=0)
@@ -67,20 +77,27 @@ def run(config: DemoConfig, command: str = "") -> dict[str, Path]:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     inputs = gather(config)
+    grid = process1_grid(config) if "process1" in config.data else None
     measurements = [Measurement(one, config.budget, config.repeats) for one in inputs]
-    rows: list[Row] = []
-    with tqdm(total=sum(m.steps for m in measurements), unit="step", leave=False, dynamic_ncols=True) as bar:
-        for measurement in measurements:
+    # A folder that cannot be made is said before the work, too.
+    Path(config.out).mkdir(parents=True, exist_ok=True)
+    steps = sum(m.steps for m in measurements) + (grid.steps if grid else 0)
+    with tqdm(total=steps, unit="step", leave=False, dynamic_ncols=True) as bar:
 
-            def tick(name: str, data: str = measurement.inputs.name) -> None:
-                bar.set_description_str(f"{data}: {name}", refresh=False)
-                bar.update()
+        def tick(data: str, step: str) -> None:
+            bar.set_description_str(f"{data}: {step}", refresh=False)
+            bar.update()
 
-            rows += measurement.run(tick)
-    record = describe(config, command, inputs, rows)
-    print(format_table(rows, {one.name: one.about for one in inputs}))
-    print(explain_columns(config))
-    return write(record, rows, inputs, Path(config.out))
+        cells = grid.run(partial(tick, "Process 1, grid")) if grid else []
+        rows = [row for m in measurements for row in m.run(partial(tick, m.inputs.name))]
+    about = {one.name: one.about for one in inputs}
+    print(format_table(rows, about))
+    if cells:
+        print(f"\n{format_grid(spreads(cells), about_grid(config))}")
+    print(f"\n{explain_columns(config)}")
+    if cells:
+        print(explain_grid(config, cells))
+    return write(describe(config, command, about, rows, cells), rows, cells, config)
 
 
 def gather(config: DemoConfig) -> list[Inputs]:
@@ -88,13 +105,19 @@ def gather(config: DemoConfig) -> list[Inputs]:
     return [made[name](config) for name in DATA if name in config.data]
 
 
+def process1_grid(config: DemoConfig) -> Grid:
+    process = Process1(n=config.grid_length, d=config.width, delta=config.delta)
+    return Grid(process, config.budget, config.grid_draws, config.seed)
+
+
 def process1_inputs(config: DemoConfig) -> Inputs:
-    process = Process1(n=config.length, d=config.width, cluster_size=config.cluster_size, delta=config.delta, beta=config.beta)
+    size, factor = config.cluster_size, config.beta_factor
+    process = Process1(n=config.length, d=config.width, cluster_size=size, delta=config.delta, beta_factor=factor)
     generator = torch.Generator().manual_seed(config.seed)
     z, _ = process.sample(generator, config.heads)
     about = (
-        f"{config.length:,} tokens in clusters of {config.cluster_size}, {config.heads} heads of width {config.width}, "
-        f"beta {process.scale:.3g}, delta {config.delta:g}; queries = keys, random values"
+        f"{config.length:,} tokens in clusters of {size}, {config.heads} heads of width {config.width}, "
+        f"beta {process.scale:.3g} ({factor:g} x middle), delta {config.delta:g}; queries = keys"
     )
     values = torch.randn(z.shape, generator=generator)
     return Inputs(name="Process 1", about=about, q=z, k=z, v=values, scale=process.scale, matrix_heads=min(config.matrix_heads, config.heads))
@@ -121,7 +144,6 @@ def explain_columns(config: DemoConfig) -> str:
     heads = min(config.matrix_heads, config.heads)
     return "\n".join(
         (
-            "",
             f"Every method may spend {config.budget:g} of the entries; entries and budget are those spent, as scatterbrain.explain counts them.",
             "Errors are relative Frobenius to softmax attention, mean over heads; predicting zero gives 1.",
             f"The output error takes all heads; the matrix error, on Process 1, the first {heads} of {config.heads}. Each method agreed with",
@@ -131,7 +153,43 @@ def explain_columns(config: DemoConfig) -> str:
     )
 
 
-def describe(config: DemoConfig, command: str, inputs: list[Inputs], rows: list[Row]) -> dict[str, Any]:
+def about_grid(config: DemoConfig) -> str:
+    cells = len(CLUSTER_SIZES) * len(BETA_FACTORS)
+    return f"Process 1, over the grid: matrix error in {cells} cells, {config.grid_length:,} tokens, one head of width {config.width}"
+
+
+def explain_grid(config: DemoConfig, cells: list[Cell]) -> str:
+    sizes, factors = (f"{', '.join(f'{x:g}' for x in some[:-1])} and {some[-1]:g}" for some in (CLUSTER_SIZES, BETA_FACTORS))
+    return "\n".join(
+        (
+            f"The grid: clusters of {sizes} tokens x beta of {factors} times the middle temperature, log(tokens) / sqrt(width).",
+            f"A cell's error is the median of {config.grid_draws} draws, of data and method alike; the worst draw is the largest error of all.",
+            place_in_grid(config, cells),
+            *why_timed(config),
+        )
+    )
+
+
+def why_timed(config: DemoConfig) -> list[str]:
+    """The choice holds for the settings it was made with; a test measures it again."""
+    names = ("length", "width", "delta", "budget", "cluster_size", "beta_factor")
+    usual = all(getattr(config, name) == getattr(DemoConfig, name) for name in names)
+    return [f"It was fixed because, of these cells measured at {config.length:,} tokens, it has the default's median error."] if usual else []
+
+
+def place_in_grid(config: DemoConfig, cells: list[Cell]) -> str:
+    """Whether the timed cell is an easy one, from what was measured."""
+    order = ranked(cells, OURS)
+    timed = f"The timed Process 1 (clusters of {config.cluster_size}, {config.beta_factor:g} x the middle beta)"
+    place = (config.cluster_size, config.beta_factor)
+    if place not in order:
+        return f"{timed} is not a cell of the grid."
+    rank, middle = order.index(place) + 1, (len(order) + 1) // 2
+    said = f"{timed} is number {rank} of {len(order)} cells by the default's error there, least first"
+    return f"{said}: the median." if rank == middle else f"{said}; number {middle} is the median."
+
+
+def describe(config: DemoConfig, command: str, about: dict[str, str], rows: list[Row], cells: list[Cell]) -> dict[str, Any]:
     return {
         "type": "scatterbrain-demo",
         "version": FORMAT,
@@ -142,8 +200,9 @@ def describe(config: DemoConfig, command: str, inputs: list[Inputs], rows: list[
         | {name: installed(name) for name in ("torch", "transformers", "matplotlib")},
         "hardware": {"processor": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "platform": platform.platform()},
         "seed": config.seed,
-        "inputs": {one.name: one.about for one in inputs},
+        "inputs": about,
         "rows": [row.to_dict() for row in rows],
+        "grid": [cell.to_dict() for cell in cells],
     }
 
 
@@ -164,10 +223,11 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def write(record: dict[str, Any], rows: list[Row], inputs: list[Inputs], out: Path) -> dict[str, Path]:
-    out.mkdir(parents=True, exist_ok=True)
+def write(record: dict[str, Any], rows: list[Row], cells: list[Cell], config: DemoConfig) -> dict[str, Path]:
+    out = Path(config.out)
     paths = {"figure": out / "demo.png", "record": out / "demo.json"}
-    draw(rows, {one.name: one.about for one in inputs}, record["config"]["budget"], paths["figure"])
+    panel = GridPanel(about=about_grid(config), cells=cells, timed=(config.cluster_size, config.beta_factor)) if cells else None
+    draw(rows, record["inputs"], panel, config.budget, paths["figure"])
     paths["record"].write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     print()
     for name, path in paths.items():

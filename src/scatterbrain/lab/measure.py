@@ -18,6 +18,8 @@ import scatterbrain as sb
 from ..errors import require
 
 AGREE = 1e-3
+LEAST = 16
+OURS = "Scatterbrain, the default"
 CHECKED = 512
 Forward = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
@@ -52,15 +54,15 @@ class Row:
         return dataclasses.asdict(self)
 
 
-def methods(entries: int, budget: float) -> dict[str, dict[str, Any]]:
-    """What the demo compares, at `entries` a query row: arguments of `scatterbrain.attention`."""
+def methods(entries: int, budget: float, seed: int = 0) -> dict[str, dict[str, Any]]:
+    """What the demo compares, at `entries` a query row: arguments of `scatterbrain.attention`. The default draws nothing at random."""
     p = sb.presets
     return {
-        "SMYRF": p.smyrf(entries),
-        "Performer": p.performer(entries),
-        "SMYRF + Performer, naive sum": p.naive_sum(entries),
-        "Scatterbrain as published": p.scatterbrain(entries),
-        "Scatterbrain, the default": {"budget": budget},
+        "SMYRF": p.smyrf(entries, seed=seed),
+        "Performer": p.performer(entries, seed=seed),
+        "SMYRF + Performer, naive sum": p.naive_sum(entries, seed=seed),
+        "Scatterbrain as published": p.scatterbrain(entries, seed=seed),
+        OURS: {"budget": budget},
     }
 
 
@@ -75,16 +77,19 @@ def naive_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 EXACT: dict[str, Forward] = {"softmax, fused (SDPA)": fused_softmax, "softmax, naive": naive_softmax}
 
 
+def affordable(budget: float, keys: int) -> int:
+    entries = round(budget * keys)
+    rule = f"leave at least {LEAST} entries a row"
+    require(entries >= LEAST, "budget", rule, f"{budget} of {keys:,} keys", "raise the budget or lengthen the input")
+    return entries
+
+
 class Measurement:
     """All methods on one input: first every error, then the times, in turns."""
 
     def __init__(self, inputs: Inputs, budget: float, repeats: int) -> None:
-        m = inputs.k.shape[2]
-        least = 16
-        fits = round(budget * m) >= least
-        require(fits, "budget", f"leave at least {least} entries a row", f"{budget} of {m:,} keys", "raise the budget or lengthen the input")
         self.inputs, self.budget, self.repeats = inputs, budget, repeats
-        self.methods = methods(round(budget * m), budget)
+        self.methods = methods(affordable(budget, inputs.k.shape[2]), budget)
         self.steps = (1 + repeats) * (len(EXACT) + len(self.methods))
 
     def run(self, tick: Callable[[str], None]) -> list[Row]:
@@ -107,11 +112,8 @@ class Measurement:
         return Row(data=data.name, method=name, entries=entries, budget=1.0, matrix_error=None, output_error=error, agreement=None)
 
     def errors(self, name: str, method: dict[str, Any], truth: Tensor) -> Row:
-        """Raises where the fast output is not the reference's: a wrong result has no time."""
         data = self.inputs
-        worst = disagreement(data, name, self.budget)
-        remedy = "report it: a result that is wrong is not timed"
-        require(worst <= AGREE, name, f"agree with the reference within {AGREE:g} (relative Frobenius)", f"{worst:.2g}", remedy)
+        worst = check_agreement(data, name, self.budget)
         spent = sb.explain(data.q, data.k, data.v, scale=data.scale, **method)
         return Row(
             data=data.name,
@@ -138,6 +140,14 @@ class Measurement:
 
 def torch_forward(method: dict[str, Any]) -> Forward:
     return lambda q, k, v, scale: sb.attention(q, k, v, scale=scale, impl="torch", **method)
+
+
+def check_agreement(data: Inputs, name: str, budget: float) -> float:
+    """Raises where the fast output is not the reference's: a wrong result has no time and no error."""
+    worst = disagreement(data, name, budget)
+    remedy = "report it: a result that is wrong is not timed"
+    require(worst <= AGREE, name, f"agree with the reference within {AGREE:g} (relative Frobenius)", f"{worst:.2g}", remedy)
+    return worst
 
 
 def disagreement(data: Inputs, name: str, budget: float) -> float:

@@ -23,14 +23,14 @@ class Process1:
     d: int = 64
     cluster_size: int = 16
     delta: float = 0.1
-    beta: float | None = None
+    beta_factor: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("n", "d", "cluster_size"):
             require_int(getattr(self, name), name)
         require(self.cluster_size <= self.n, "cluster_size", "be at most n", f"{self.cluster_size} with n={self.n}", "pass smaller clusters")
-        require(self.delta >= 0, "delta", "be at least 0", self.delta, "pass the share of a cluster's spread, such as 0.1")
-        require(self.beta is None or self.beta > 0, "beta", "be positive or None", self.beta, "pass None for the middle temperature")
+        require(0 <= self.delta < math.inf, "delta", "be at least 0 and finite", self.delta, "pass the share of a cluster's spread, such as 0.1")
+        require(0 < self.beta_factor < math.inf, "beta_factor", "be positive and finite", self.beta_factor, "pass 1 for the middle temperature")
 
     @property
     def clusters(self) -> int:
@@ -38,8 +38,8 @@ class Process1:
 
     @property
     def scale(self) -> float:
-        """beta, or the middle of the paper's three regimes: log(n) on the unit sphere, log(n) / sqrt(d) here."""
-        return math.log(self.n) / math.sqrt(self.d) if self.beta is None else self.beta
+        """beta: beta_factor times the middle of the paper's three regimes, log(n) on the unit sphere, log(n) / sqrt(d) here."""
+        return self.beta_factor * math.log(self.n) / math.sqrt(self.d)
 
     def sample(self, generator: torch.Generator, heads: int = 1) -> tuple[Tensor, Tensor]:
         """z (1, heads, n, d) and the cluster of each token (heads, n). Heads are independent draws.
