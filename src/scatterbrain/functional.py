@@ -16,7 +16,8 @@ from .impl import torch as torch_impl
 from .problem import DEFAULT, Method, Problem, check_inputs, resolve
 from .selection import take_groups
 
-FEATURES_AT_ONCE = 2**26  # 256 MiB of float32
+FEATURES_AT_ONCE = 2**26  # numbers held for backward: 256 MiB of float32
+FEATURES_IN_CACHE = 2**23  # where nothing is held
 IMPLEMENTATIONS = ("auto", "torch", "reference")
 Part = Sampled | Literal["default"] | None
 
@@ -86,7 +87,9 @@ def _linear(problem: Problem, method: Method, seed: Tensor | None) -> Tensor:
 
     groups = problem.q.shape[0]
     width = 0 if method.low_rank is None else method.low_rank.config.width(problem.q.shape[2])  # type: ignore[attr-defined]
-    step = max(1, FEATURES_AT_ONCE // max(1, (problem.q.shape[1] + problem.k.shape[1]) * width))
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (problem.q, problem.k, problem.v))
+    limit = FEATURES_AT_ONCE if learns else FEATURES_IN_CACHE
+    step = max(1, limit // max(1, (problem.q.shape[1] + problem.k.shape[1]) * width))
     if step >= groups or torch.compiler.is_compiling():
         return part(problem.q, problem.k, problem.v, 0, groups)
     cuts = [(a, min(a + step, groups)) for a in range(0, groups, step)]

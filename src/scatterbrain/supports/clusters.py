@@ -15,6 +15,7 @@ from ..errors import require, require_int
 from ..selection import Buckets, Groups, Layer
 
 ROUTES_AT_ONCE = 2**22
+TAKEN_FROM = 0.65  # a cluster is taken if this much of it still fits: keeps the mean at or below the cap on real attention
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class Clusters(Support):
 class Routed(Support):
     """Each query sees the keys of the `top` clusters with most estimated mass, count * exp(q . mean).
 
-    Clusters differ in size: `keys` is what a query may spend on them; a cluster is taken if half of it
-    or more still fits, so the mean stays near `keys`.
+    Clusters differ in size: `keys` is what a query may spend on them; a cluster is taken if about two
+    thirds of it still fit, so the mean stays near `keys`.
     Causal: clusters are formed inside chunks of `chunk` keys (`per_chunk` clusters each) and only those of earlier
     chunks are open. With equal settings ClusterMeans shares the clusters.
     """
@@ -107,7 +108,7 @@ class Routed(Support):
         size = torch.gather(count, 1, index.clamp(min=0).flatten(1)).view(index.shape)
         spent, chosen = torch.zeros_like(size[..., 0]), []
         for rank in range(index.shape[-1]):
-            fits = spent + size[..., rank] / 2 <= (self.keys or 0)
+            fits = spent + size[..., rank] * TAKEN_FROM <= (self.keys or 0)
             spent = spent + size[..., rank] * fits
             chosen.append(torch.where(fits, index[..., rank], -1))
         return torch.stack(chosen, -1)
