@@ -25,7 +25,7 @@ demo: $(DEMO)
 # lint is a step of this recipe, not a prerequisite, so that it always comes first, under -j too.
 test: $(CHECKS)
 	@$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: $(CHECKS)
 	$(BIN)/ruff check .
