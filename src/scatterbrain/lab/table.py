@@ -16,14 +16,14 @@ def format_table(rows: list[Row], about: dict[str, str]) -> str:
     blocks = []
     width = max(len(row.method) for row in rows)
     for data, text in about.items():
-        block = [row for row in rows if row.data == data]
-        blocks.append(_block(f"{data}: {text}", HEADINGS, [_cells(row, block[0].seconds) for row in block], width))
+        part = [row for row in rows if row.data == data]
+        blocks.append(block(f"{data}: {text}", HEADINGS, [_cells(row, part[0].seconds) for row in part], width))
     return "\n\n".join(blocks)
 
 
 def format_grid(spreads: list[Spread], title: str) -> str:
     lines = [(s.method, f"{s.budget:.3f}", number(s.least), number(s.median), number(s.most), number(s.worst_draw)) for s in spreads]
-    return _block(title, GRID_HEADINGS, lines, max(len(s.method) for s in spreads))
+    return block(title, GRID_HEADINGS, lines, max(len(s.method) for s in spreads))
 
 
 def _cells(row: Row, fused: float) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ def number(error: float) -> str:
     return f"{error:.3f}" if error >= 1e-3 else f"{error:.0e}"
 
 
-def _block(title: str, headings: tuple[str, ...], lines: Sequence[tuple[str, ...]], width: int) -> str:
+def block(title: str, headings: tuple[str, ...], lines: Sequence[tuple[str, ...]], width: int) -> str:
     return "\n".join([title, *(_line(line, headings, width) for line in (headings, *lines))])
 
 
