@@ -8,12 +8,14 @@ SCATTERBRAIN_DATA ?= $(if $(wildcard ../shared/data),$(abspath ../shared/data))
 export SCATTERBRAIN_DATA
 
 DEMO := $(VENV)/.demo
+BENCH := $(VENV)/.bench
 CHECKS := $(VENV)/.checks
 
-.PHONY: help demo test lint clean
+.PHONY: help demo bench test lint clean
 
 help:
 	@echo "make demo   errors and times at equal budgets: a table, demo/demo.png, demo/demo.json (ARGS='--budget 0.25' passes options)"
+	@echo "make bench  time, memory and error beside SDPA and other packages: tables, bench/*.png, bench/bench.json (ARGS='--quick' takes two minutes)"
 	@echo "make test   ruff, mypy and pytest (ARGS='-k lsh' passes options to pytest)"
 	@echo "make lint   ruff and mypy"
 	@echo "make clean  remove the environment, caches and outputs"
@@ -21,6 +23,9 @@ help:
 
 demo: $(DEMO)
 	$(BIN)/scatterbrain demo $(ARGS)
+
+bench: $(BENCH)
+	$(BIN)/scatterbrain bench $(ARGS)
 
 # lint is a step of this recipe, not a prerequisite, so that it always comes first, under -j too.
 test: $(CHECKS)
@@ -33,7 +38,7 @@ lint: $(CHECKS)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) demo bench build dist .pytest_cache .mypy_cache .ruff_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and pinned, so that nothing that depends on it picks another.
@@ -44,6 +49,10 @@ $(VENV)/.torch:
 
 $(DEMO): $(VENV)/.torch pyproject.toml
 	$(PIP) install --quiet $(TORCH) -e ".[demo]"
+	@touch $@
+
+$(BENCH): $(VENV)/.torch pyproject.toml
+	$(PIP) install --quiet $(TORCH) -e ".[bench]"
 	@touch $@
 
 $(CHECKS): $(VENV)/.torch pyproject.toml

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import scatterbrain as sb
 import torch
-from scatterbrain.impl import reference
+from scatterbrain.impl import native, reference
 from scatterbrain.problem import check_inputs, resolve
 
 SUPPORTS = {
@@ -53,14 +53,38 @@ EACH = [(s, None) for s in SUPPORTS] + [(None, m) for m in MAPS]
 # every part alone, every support with features and with means, every map with a band, a partition and an overlap
 COMMON = EACH + [(s, m) for s, m in PAIRS if s and m and (m in ("performer", "means") or s in ("window", "smyrf", "three-overlapping"))]
 
+NATIVE = [f"native-{isa}" for isa in native.isas()]  # each instruction set that can run here
+
 
 def parts(pair):
+    """The arguments that name a pair of the tables; a method already spelt out stays as it is."""
+    if isinstance(pair, dict):
+        return pair
     support, low_rank = pair
     return {"support": SUPPORTS.get(support), "low_rank": MAPS.get(low_rank)}
 
 
 def is_causal_ok(pair):
     return not any(p is not None and p.causal_refusal() for p in parts(pair).values())
+
+
+def refused(pair):
+    """A word of the reason for which the native engine does not cover a pair; empty where it does."""
+    support, low_rank = pair
+    kinds = {type(part) for part in getattr(SUPPORTS.get(support), "parts", (SUPPORTS.get(support),))}
+    if sb.Clusters in kinds:
+        return "Clusters"
+    if sb.Routed in kinds and low_rank not in (None, "means", "means-second-order"):
+        return "routes alone or over cluster means"
+    if low_rank in SIGNED:
+        return "non-negative"
+    if low_rank == "means-second-order":
+        return "first order"
+    return "over cluster means" if low_rank == "means" and kinds & {sb.LSH, sb.Strided, sb.Fixed} else ""
+
+
+COVERED = [pair for pair in PAIRS if not refused(pair)]
+COVERED_COMMON = [pair for pair in COMMON if not refused(pair)]
 
 
 def name(pair):
@@ -86,6 +110,26 @@ def some_keys(batch, m, seed=5):
     return mask
 
 
+def extreme(case, q, k, v):
+    """Rule 7's inputs, of 70 tokens."""
+    unit = torch.nn.functional.normalize
+    if case == "logits-1e4":
+        q, k = unit(q, dim=-1) * 170, unit(k, dim=-1) * 170
+    elif case == "norms-1e3":
+        q, k = unit(q, dim=-1) * 1e3, unit(k, dim=-1) * 1e3
+    elif case.startswith("constant"):
+        q, k = (torch.full_like(t, 50.0 if case.endswith("large") else 1.0) for t in (q, k))
+    elif case == "duplicated":
+        q[:, :, 35:], k[:, :, 35:] = q[:, :, :35], k[:, :, :35]
+    else:
+        k[:, :, 60] *= 300
+        q[:, :, 61] *= 300
+    return q, k, v
+
+
+EXTREMES = ["logits-1e4", "norms-1e3", "constant", "constant-large", "duplicated", "spike"]
+
+
 @dataclass
 class Truth:
     """The reference in float64, on the selection and clusters that the given dtype finds."""
@@ -102,11 +146,12 @@ class Truth:
         return max(1.0, self.weights.abs().sum(-1).max().item())
 
 
-def truth(q, k, v, mask=None, causal=False, support=None, low_rank=None, scale=None, double_count=False):
-    args = (mask, 0.0, causal, scale, False)
+def truth(q, k, v, mask=None, causal=False, support=None, low_rank=None, scale=None, double_count=False, impl="torch"):
+    """The reference on what `impl` selects: the native engines find clusters, columns and routes of their own."""
+    args = (mask, 0.0, causal, scale, k.shape[1] != q.shape[1])
     low_precision = check_inputs(q.detach(), k.detach(), v.detach(), *args)
     method = resolve(support, low_rank, None, double_count, low_precision)
-    layers, found = low_precision.factors(method)
+    layers, found = low_precision.factors(method, engine_of(impl, low_precision))
     inputs = [t.detach().double().requires_grad_() for t in (q, k, v)]
     p = check_inputs(*inputs, *args)
     _, low = p.factors(resolve(support, low_rank, None, double_count, p))
@@ -119,6 +164,27 @@ def truth(q, k, v, mask=None, causal=False, support=None, low_rank=None, scale=N
         finite = [t[torch.isfinite(t)] for t in (low.log_phi, low.log_psi)]
         reach = max(reach, *(t.abs().max().item() if t.numel() else 0.0 for t in finite))
     return Truth(out.view(b, h, *out.shape[1:]), weights.view(b, h, *weights.shape[1:]), dense.view(b, h, *dense.shape[1:]), inputs, reach)
+
+
+def engine_of(impl, problem):
+    _, native_too, isa = impl.partition("native-")
+    return native.Engine(isa, problem.query, problem.key, problem.scale) if native_too else None
+
+
+def run(pair, q, k, v, mask=None, causal=False, gradients=True, what="", impl="torch", **more):
+    """Fast against truth, outputs and gradients."""
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    gqa = k.shape[1] != q.shape[1]
+    out = sb.attention(*inputs, mask, is_causal=causal, enable_gqa=gqa, impl=impl, **parts(pair), **more)
+    expected = truth(q, k, v, mask, causal, impl=impl, **parts(pair), **more)
+    what = f"{pair if isinstance(pair, dict) else name(pair)} {what}"
+    assert_close(out.detach(), expected.out.detach(), q.dtype, expected.logits, expected.condition, what)
+    if gradients:
+        # a gradient is a product of two such sums, and of the inputs' size
+        steep = expected.condition**2 * max(1.0, *(t.abs().max().item() for t in (q, k, v)))
+        for got, want, which in zip(grads(out, inputs), grads(expected.out, expected.inputs), "qkv", strict=True):
+            assert_close(got, want, q.dtype, 4 * expected.logits, steep, f"{what} d{which}")
+    return out.detach(), expected
 
 
 def assert_close(actual, expected, dtype, logits=1.0, condition=1.0, what=""):

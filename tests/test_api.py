@@ -144,7 +144,7 @@ def test_the_default_keeps_to_its_budget(length, budget, causal):
 
 def test_explain_reads_well_and_counts():
     q, k, v = qkv(40, 40, dtype=torch.float32)
-    told = sb.explain(q, k, v, support=sb.Window(8), low_rank=sb.Performer(4))
+    told = sb.explain(q, k, v, support=sb.Window(8), low_rank=sb.Performer(4), impl="torch")
     assert told.entries_low_rank == 8 and 8 < told.entries_sparse <= 9 and told.entries_full == 40
     text = str(told)
     assert all(word in text for word in ("Window(size=8", "Performer(features=4", "torch", "FLOPs", "budget", "MiB"))

@@ -6,24 +6,9 @@ import pytest
 import scatterbrain as sb
 import torch
 
-from cases import COMMON, EACH, PAIRS, SIGNED, assert_close, grads, is_causal_ok, name, normal, parts, qkv, some_keys, truth
+from cases import COMMON, EACH, EXTREMES, PAIRS, SIGNED, assert_close, extreme, grads, is_causal_ok, name, normal, parts, qkv, run, some_keys, truth
 
 LENGTHS = [(50, 50), (37, 61), (61, 37), (1, 9), (9, 1), (1, 1)]
-
-
-def run(pair, q, k, v, mask=None, causal=False, gradients=True, what="", **more):
-    """Fast against truth, outputs and gradients."""
-    inputs = [t.clone().requires_grad_() for t in (q, k, v)]
-    out = sb.attention(*inputs, mask, is_causal=causal, impl="torch", **parts(pair), **more)
-    expected = truth(q, k, v, mask, causal, **parts(pair), **more)
-    what = f"{name(pair)} {what}"
-    assert_close(out.detach(), expected.out.detach(), q.dtype, expected.logits, expected.condition, what)
-    if gradients:
-        # a gradient is a product of two such sums, and of the inputs' size
-        steep = expected.condition**2 * max(1.0, *(t.abs().max().item() for t in (q, k, v)))
-        for got, want, which in zip(grads(out, inputs), grads(expected.out, expected.inputs), "qkv", strict=True):
-            assert_close(got, want, q.dtype, 4 * expected.logits, steep, f"{what} d{which}")
-    return out.detach(), expected
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=name)
@@ -75,23 +60,11 @@ def test_rows_without_keys_are_zero_and_take_no_gradient(pair):
 
 
 @pytest.mark.parametrize("pair", [p for p in COMMON if p[1] not in SIGNED], ids=name)
-@pytest.mark.parametrize("case", ["logits-1e4", "norms-1e3", "constant", "constant-large", "duplicated", "spike"])
+@pytest.mark.parametrize("case", EXTREMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_extreme_inputs(pair, case, dtype):
     """Rule 7. Signed maps cancel by nature at such sizes and are left out; see test_signed_maps_stay_finite."""
-    q, k, v = qkv(70, 70, batch=1, dtype=dtype)
-    unit = torch.nn.functional.normalize
-    if case == "logits-1e4":
-        q, k = unit(q, dim=-1) * 170, unit(k, dim=-1) * 170
-    elif case == "norms-1e3":
-        q, k = unit(q, dim=-1) * 1e3, unit(k, dim=-1) * 1e3
-    elif case.startswith("constant"):
-        q, k = (torch.full_like(t, 50.0 if case.endswith("large") else 1.0) for t in (q, k))
-    elif case == "duplicated":
-        q[:, :, 35:], k[:, :, 35:] = q[:, :, :35], k[:, :, :35]
-    else:
-        k[:, :, 60] *= 300
-        q[:, :, 61] *= 300
+    q, k, v = extreme(case, *qkv(70, 70, batch=1, dtype=dtype))
     for causal in (False, True) if is_causal_ok(pair) else (False,):
         run(pair, q, k, v, causal=causal, gradients=case != "norms-1e3", what=case)
 

@@ -3,7 +3,7 @@
 import pytest
 import scatterbrain as sb
 import torch
-from scatterbrain.impl.torch import op
+from scatterbrain.impl import op
 
 from cases import COMMON, PAIRS, SIGNED, assert_close, grads, is_causal_ok, name, normal, parts, qkv, some_keys
 

@@ -76,6 +76,11 @@ class LowRankMap(Config):
         """Features a row, 0 for means: what must be held per query and key."""
         return 0
 
+    @property
+    def signed(self) -> bool:
+        """Whether weights can be negative."""
+        return False
+
 
 @dataclass(frozen=True)
 class Union(Support):

@@ -3,49 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from .impl.native import Engine
 
-@dataclass
+
 class Context:
-    """q (G, N, D) and k (G, M, D) unscaled, in the compute dtype; key_mask (G, M), True where visible, or None."""
+    """q (G, N, D) and k (G, M, D) unscaled, in the compute dtype; key_mask (G, M), True where visible, or None.
 
-    q: Tensor
-    k: Tensor
-    scale: float
-    causal: bool
-    key_mask: Tensor | None
-    memo: dict[Any, Any] = field(default_factory=dict)
+    q and k may come as functions that make them, with their lengths: not every method looks at them. Where an
+    `engine` is given it does the heavy parts of a selection; `lazy` says that it will also make the routes.
+    """
+
+    def __init__(
+        self,
+        q: Tensor | Callable[[], Tensor],
+        k: Tensor | Callable[[], Tensor],
+        scale: float,
+        causal: bool,
+        key_mask: Tensor | None,
+        memo: dict[Any, Any] | None = None,
+        *,
+        sizes: tuple[int, int, int, torch.device] | None = None,
+        engine: Engine | None = None,
+        lazy: bool = False,
+    ) -> None:
+        self._q, self._k = q, k
+        if sizes is None:
+            assert isinstance(q, Tensor) and isinstance(k, Tensor)
+            sizes = q.shape[0], q.shape[1], k.shape[1], q.device
+        self.groups, self.n, self.m, self.device = sizes
+        self.scale, self.causal, self.key_mask = scale, causal, key_mask
+        self.memo: dict[Any, Any] = {} if memo is None else memo
+        self.engine, self.lazy = engine, lazy
 
     @property
-    def n(self) -> int:
-        return self.q.shape[1]
+    def q(self) -> Tensor:
+        if not isinstance(self._q, Tensor):
+            self._q = self._q()
+        return self._q
 
     @property
-    def m(self) -> int:
-        return self.k.shape[1]
-
-    @property
-    def groups(self) -> int:
-        return self.q.shape[0]
+    def k(self) -> Tensor:
+        if not isinstance(self._k, Tensor):
+            self._k = self._k()
+        return self._k
 
     @property
     def visible(self) -> Tensor:
         """(G, M) bool, always a tensor."""
         if self.key_mask is not None:
             return self.key_mask
-        return torch.ones(self.groups, self.m, dtype=torch.bool, device=self.k.device)
+        return torch.ones(self.groups, self.m, dtype=torch.bool, device=self.device)
 
     @property
     def active(self) -> Tensor:
         """(G, N) bool: queries that count in statistics. In self-attention a masked key's query does not."""
         if self.key_mask is not None and self.n == self.m:
             return self.key_mask
-        return torch.ones(self.groups, self.n, dtype=torch.bool, device=self.q.device)
+        return torch.ones(self.groups, self.n, dtype=torch.bool, device=self.device)
 
     @property
     def key_count(self) -> Tensor:
@@ -59,7 +79,7 @@ class Context:
     @property
     def key_extent(self) -> Tensor:
         """(G,) one past the last visible key, at least 1."""
-        position = torch.arange(1, self.m + 1, device=self.k.device)
+        position = torch.arange(1, self.m + 1, device=self.device)
         return (self.visible * position).amax(-1).clamp(min=1)
 
     def key_at(self, rank: Tensor) -> Tensor:

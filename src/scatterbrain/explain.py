@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from .config import Config, Sampled
-from .functional import check_impl
-from .impl import torch as torch_impl
+from .functional import check_impl, choose
+from .impl import native, op
 from .impl.torch.engine import ENTRIES_AT_ONCE, strategy
 from .impl.torch.tiles import ENTRIES_A_BATCH
 from .lowrank import Features, LowRank
-from .problem import DEFAULT, Method, Problem, check_inputs, resolve
+from .problem import DEFAULT, Problem, check_inputs, resolve
 from .selection import Layer
 
 CORRECTIONS = {
@@ -90,26 +90,33 @@ def explain(
     check_impl(impl, False)
     problem = check_inputs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     method = resolve(support, low_rank, budget, double_count, problem)
+    (g, n, m, _), d, e = problem.sizes, query.shape[3], value.shape[3]
+    used, why, isa = impl, "asked for by name; dense, N x M", ""
+    layers: tuple[Layer, ...] = ()
+    low: LowRank | None = None
     with torch.no_grad():
-        layers, low = problem.factors(method) if problem.k.numel() and problem.q.numel() else ((), None)
+        if g * n * m * e == 0:
+            why = "the input is empty, so nothing runs"
+        elif impl != "reference":
+            choice = choose(problem, method, impl)
+            isa, why = choice.isa, choice.why
+            used = f"native-{isa}" if isa else "torch"
+        if g * n * m:
+            layers, low = problem.factors(method, native.Engine(isa, query, key, problem.scale) if isa else None)
         sparse = mean_row(count_pairs(problem, layers), problem)
-    (g, n, d), m, e = problem.q.shape, problem.k.shape[1], problem.v.shape[2]
     rank = 0.0 if method.low_rank is None else method.low_rank.config.entries(n, m, d, is_causal)  # type: ignore[attr-defined]
     visible = mean_row(visible_keys(problem), problem)
-    used = "torch" if impl == "auto" else impl
-    reasons = {"torch": "any device, memory linear in length", "reference": "asked for by name; dense, N x M"}
-    why = reasons[used] if impl != "auto" else "auto takes it where no native engine is installed; " + reasons["torch"]
-    per_pair = 2 * (d + e)
+    per_pair, how = 2 * (d + e), strategy(layers, low, is_causal, double_count)
     return Explanation(
         _name(method.support, "none"),
         _name(method.low_rank, "none"),
         used,
         why,
-        CORRECTIONS[strategy(layers, low, is_causal, double_count)],
+        CORRECTIONS[how],
         sparse,
         rank,
         visible,
-        g * n * (sparse * per_pair + _low_rank_flops(low, method, sparse, rank, d, e)),
+        g * n * (sparse * per_pair + _low_rank_flops(low, how, sparse, rank, d, e)),
         g * n * visible * per_pair,
         _bytes(problem, layers, low, used),
         g * n * m * problem.q.element_size(),
@@ -122,7 +129,7 @@ def count_pairs(problem: Problem, layers: tuple[Layer, ...]) -> Tensor:
     if not layers:
         return q[..., 0]
     k = problem.k.new_zeros(problem.k.shape[0], problem.k.shape[1], 1)
-    counts = torch_impl.row_sums(q, k, k, layers, None, problem.key_mask, problem.causal)
+    counts = op.row_sums(q, k, k, layers, None, problem.key_mask, problem.causal)
     return counts
 
 
@@ -143,23 +150,28 @@ def mean_row(per_row: Tensor, problem: Problem) -> float:
     return float((per_row * mask).double().sum() / mask.sum().clamp(min=1))
 
 
-def _low_rank_flops(low: LowRank | None, method: Method, sparse: float, rank: float, d: int, e: int) -> float:
-    """A row's: features cost 2 R d each for q and k and 4 R E for the sums; means cost like entries; then the correction."""
+def _low_rank_flops(low: LowRank | None, how: str, sparse: float, rank: float, d: int, e: int) -> float:
+    """A row's: features cost 2 R d each for q and k and 4 R E for the sums, means cost like entries; then the correction,
+    R multiplications a pair for features, a look-up for means, and none where nothing is taken out."""
     if low is None:
         return 0.0
     if isinstance(low, Features):
         r = low.log_phi.shape[-1]
-        return r * (4 * d + 4 * e) + 2 * r * sparse * (not method.double_count)
-    return rank * 2 * (d + e) + 2 * d * sparse * (not method.double_count)
+        return r * (4 * d + 4 * e) + 2 * r * sparse * (how == "correction")
+    return rank * 2 * (d + e) + 2 * sparse * (how == "means")
 
 
 def _bytes(problem: Problem, layers: tuple[Layer, ...], low: LowRank | None, impl: str) -> float:
-    size, (g, n, d), m = problem.q.element_size(), problem.q.shape, problem.k.shape[1]
+    (g, n, m, _), d, e, size = problem.sizes, problem.query.shape[3], problem.value.shape[3], problem.q.element_size()
     if impl == "reference":
         return 6.0 * g * n * m * size
     held = sum(t.numel() * t.element_size() for layer in layers for t in vars(layer).values() if isinstance(t, Tensor))
     features = 0 if not isinstance(low, Features) else (low.log_phi.numel() + low.log_psi.numel()) * size
-    return held + features + g * n * (d + problem.v.shape[2] + 2) * size + (6 * ENTRIES_A_BATCH + 4 * ENTRIES_AT_ONCE) * size
+    rows = g * n * (e * problem.value.element_size() + 9)
+    if impl.startswith("native"):  # a packed copy of keys, and features and sums, for each head in flight
+        width = 0 if not isinstance(low, Features) else low.log_phi.shape[-1]
+        return held + features + rows + min(g, torch.get_num_threads()) * size * (m * (d + width) + n * (e + width + 18))
+    return held + features + rows + g * n * d * size + (6 * ENTRIES_A_BATCH + 4 * ENTRIES_AT_ONCE) * size
 
 
 def _name(part: Sampled | None, none: str) -> str:

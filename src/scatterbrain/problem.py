@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from .context import Context
 from .errors import require
 from .lowrank import LowRank
 from .selection import Layer
+
+if TYPE_CHECKING:
+    from .impl.native import Engine
 
 DEFAULT: Any = "default"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -36,43 +39,82 @@ class Method:
 
 @dataclass(frozen=True)
 class Problem:
-    """q (G, N, D), k (G, M, D), v (G, M, E) in the compute dtype, G = batch x heads; q not yet scaled."""
+    """query (B, H, N, D), key (B, H', M, D), value (B, H', M, E) as they came; q (G, N, D), k (G, M, D), v (G, M, E), with
+    G = batch x heads, in the compute dtype, made when first asked for; q not yet scaled."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
     key_mask: Tensor | None
     causal: bool
     scale: float
     dropout_p: float
-    batch: int
-    heads: int
     out_dtype: torch.dtype
+    flat: dict[str, Tensor] = field(default_factory=dict)
+    learns: bool = field(default_factory=torch.is_grad_enabled)  # a selection, which has no gradient, may ask first
 
-    def select(self, method: Method, memo: dict[Any, Any]) -> tuple[Layer, ...]:
+    @property
+    def sizes(self) -> tuple[int, int, int, torch.device]:
+        """Groups, queries, keys, device."""
+        b, h, n, _ = self.query.shape
+        return b * h, n, self.key.shape[2], self.query.device
+
+    @property
+    def q(self) -> Tensor:
+        return self._flat("q", self.query)
+
+    @property
+    def k(self) -> Tensor:
+        return self._flat("k", self.key)
+
+    @property
+    def v(self) -> Tensor:
+        return self._flat("v", self.value)
+
+    def _flat(self, name: str, t: Tensor) -> Tensor:
+        if name not in self.flat:
+            with torch.set_grad_enabled(self.learns):
+                self.flat[name] = self._flatten(t, name != "q")
+        return self.flat[name]
+
+    def _flatten(self, t: Tensor, masked: bool) -> Tensor:
+        compute = torch.float64 if t.dtype == torch.float64 else torch.float32
+        if t.shape[1] != self.query.shape[1]:
+            t = t.repeat_interleave(self.query.shape[1] // t.shape[1], 1)
+        t = t.to(compute).reshape(t.shape[0] * t.shape[1], t.shape[2], t.shape[3])
+        if masked and self.key_mask is not None:  # whatever padding holds, NaN included, must not reach a sum
+            t = t.masked_fill(~self.key_mask[..., None], 0.0)
+        return t
+
+    def select(self, method: Method, memo: dict[Any, Any], engine: Engine | None = None, lazy: bool = False) -> tuple[Layer, ...]:
         """The support on this input; no gradient."""
         if method.support is None:
             return ()
-        ctx = Context(self.q.detach(), self.k.detach(), self.scale, self.causal, self.key_mask, memo)
+        ctx = self._context(memo, engine, lazy)
         with torch.no_grad():
             return method.support.config.select(ctx, method.support.state)  # type: ignore[attr-defined]
 
-    def factor(self, method: Method, memo: dict[Any, Any]) -> LowRank | None:
+    def factor(self, method: Method, memo: dict[Any, Any], engine: Engine | None = None) -> LowRank | None:
         """The low-rank part on this input; differentiable."""
         if method.low_rank is None:
             return None
-        ctx = Context(self.q, self.k, self.scale, self.causal, self.key_mask, memo)
+        ctx = self._context(memo, engine, True, gradient=True)
         return method.low_rank.config.factor(ctx, method.low_rank.state)  # type: ignore[attr-defined]
 
-    def factors(self, method: Method) -> tuple[tuple[Layer, ...], LowRank | None]:
-        memo: dict[Any, Any] = {}
-        return self.select(method, memo), self.factor(method, memo)
+    def _context(self, memo: dict[Any, Any], engine: Engine | None, lazy: bool, gradient: bool = False) -> Context:
+        def make(name: str) -> Any:
+            return lambda: getattr(self, name) if gradient else getattr(self, name).detach()
 
-    def groups(self, start: int, stop: int) -> Problem:
-        """Some heads of it."""
+        return Context(make("q"), make("k"), self.scale, self.causal, self.key_mask, memo, sizes=self.sizes, engine=engine, lazy=lazy)
+
+    def factors(self, method: Method, engine: Engine | None = None) -> tuple[tuple[Layer, ...], LowRank | None]:
+        memo: dict[Any, Any] = {}
+        return self.select(method, memo, engine), self.factor(method, memo, engine)
+
+    def groups(self, start: int, stop: int, q: Tensor, k: Tensor, v: Tensor) -> Problem:
+        """Some heads of it, given their q, k and v."""
         mask = None if self.key_mask is None else self.key_mask[start:stop]
-        q, k, v = (t[start:stop] for t in (self.q, self.k, self.v))
-        return dataclasses.replace(self, q=q, k=k, v=v, key_mask=mask)
+        return dataclasses.replace(self, query=q[None], key=k[None], value=v[None], key_mask=mask, flat={"q": q, "k": k, "v": v})
 
 
 def check_inputs(
@@ -98,7 +140,7 @@ def check_inputs(
     require(key.shape[0] == b and value.shape[0] == b, "key and value", f"have query's batch size {b}", (key.shape[0], value.shape[0]), "expand them")
     require(value.shape[2] == m, "value", f"have key's length {m}", value.shape[2], "pass one value a key")
     require(value.shape[1] == key.shape[1], "value", f"have key's {key.shape[1]} heads", value.shape[1], "pass as many")
-    key, value = _repeat_heads(key, value, h, enable_gqa)
+    _check_heads(key.shape[1], h, enable_gqa)
     numeric = isinstance(dropout_p, (int, float)) and not isinstance(dropout_p, bool)
     require(numeric and 0 <= dropout_p <= 1, "dropout_p", "lie in [0, 1]", dropout_p, "pass 0.0 for none")
     if scale is None:
@@ -108,20 +150,17 @@ def check_inputs(
     if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
         out_dtype = torch.get_autocast_dtype(query.device.type)
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
+    if not query.dtype == key.dtype == value.dtype:
+        query, key, value = (t.to(compute) for t in (query, key, value))
     mask = None if attn_mask is None else key_mask(attn_mask, b, h, n, m, query.device)
-    q, k, v = (t.to(compute).reshape(b * h, t.shape[2], t.shape[3]) for t in (query, key, value))
-    if mask is not None:  # whatever padding holds, NaN included, must not reach a sum
-        k, v = (t.masked_fill(~mask[..., None], 0.0) for t in (k, v))
-    return Problem(q, k, v, mask, bool(is_causal), float(scale), float(dropout_p), b, h, out_dtype)
+    return Problem(query, key, value, mask, bool(is_causal), float(scale), float(dropout_p), out_dtype)
 
 
-def _repeat_heads(key: Tensor, value: Tensor, heads: int, enable_gqa: bool) -> tuple[Tensor, Tensor]:
-    kv = key.shape[1]
+def _check_heads(kv: int, heads: int, enable_gqa: bool) -> None:
     if kv == heads:
-        return key, value
+        return
     require(enable_gqa, "key", f"have query's {heads} heads", kv, "pass enable_gqa=True to share each key head among several query heads")
     require(kv > 0 and heads % kv == 0, "key", f"have a number of heads that divides query's {heads}", kv, "pass a divisor")
-    return key.repeat_interleave(heads // kv, 1), value.repeat_interleave(heads // kv, 1)
 
 
 def key_mask(mask: Tensor, b: int, h: int, n: int, m: int, device: torch.device) -> Tensor:
@@ -147,7 +186,7 @@ def key_mask(mask: Tensor, b: int, h: int, n: int, m: int, device: torch.device)
         plain = bool((hidden | (mask == 0)).all())
         require(plain, name, "hold 0 for visible and -inf for hidden keys", "other biases", "pass a bool mask; additive biases are not supported")
         mask = ~hidden
-    return mask[:, :, 0].expand(b, h, m).reshape(b * h, m)
+    return mask[:, :, 0].expand(b, h, m).reshape(b * h, m).contiguous()
 
 
 def check_method(support: Any, low_rank: Any, budget: float | None, double_count: bool, causal: bool) -> None:
@@ -181,12 +220,12 @@ def resolve(support: Any, low_rank: Any, budget: float | None, double_count: boo
     if is_default(support) and is_default(low_rank):
         method = default_for(problem, 1 / 8 if budget is None else budget)
         support, low_rank = method["support"], method["low_rank"]
-    return Method(_sampled(support, problem.q), _sampled(low_rank, problem.q), double_count)
+    return Method(_sampled(support, problem.query), _sampled(low_rank, problem.query), double_count)
 
 
 def default_for(problem: Problem, budget: float) -> presets.Method:
     """The default at a budget: a share of the keys that can be seen, so that padding changes nothing."""
-    length = max(1, problem.k.shape[1])
+    length = max(1, problem.key.shape[2])
     if problem.key_mask is not None and not torch.compiler.is_compiling():
         length = max(1, int(problem.key_mask.sum(-1).max()))
     seen = (length + 1) // 2 if problem.causal else length
@@ -202,5 +241,5 @@ def is_default(part: Any) -> bool:
 def _sampled(part: Any, like: Tensor) -> Sampled | None:
     if part is None or is_default(part):
         return None
-    sampled = part if isinstance(part, Sampled) else part.sample(like.shape[2])
-    return sampled.to(like.device, like.dtype)
+    sampled = part if isinstance(part, Sampled) else part.sample(like.shape[3])
+    return sampled.to(like.device, torch.float64 if like.dtype == torch.float64 else torch.float32)

@@ -56,8 +56,20 @@ class Groups:
     k_index: Tensor
 
 
-Layer = Band | Blocks | Rows | Buckets | Groups
-KINDS: dict[str, type[Any]] = {c.__name__: c for c in (Band, Blocks, Rows, Buckets, Groups)}
+@dataclass(frozen=True)
+class Routes:
+    """Buckets whose query labels are yet to be found: each query's best of `nodes` clusters k_label (G, M), at most
+    `top` and about `keys` keys of them; with `chunk`, those of earlier chunks. Only for an engine that finds them."""
+
+    k_label: Tensor
+    nodes: int
+    top: int
+    keys: int | None
+    chunk: int
+
+
+Layer = Band | Blocks | Rows | Buckets | Groups | Routes
+KINDS: dict[str, type[Any]] = {c.__name__: c for c in (Band, Blocks, Rows, Buckets, Groups, Routes)}
 
 
 def pack(layers: Sequence[Layer]) -> tuple[list[dict[str, Any]], list[Tensor]]:

@@ -67,5 +67,9 @@ class Linformer(LowRankMap):
     def width(self, dim: int) -> int:
         return self.features
 
+    @property
+    def signed(self) -> bool:
+        return self.length is not None
+
     def entries(self, n: int, m: int, dim: int, causal: bool) -> float:
         return 2 * self.features

@@ -49,6 +49,10 @@ class Nystrom(LowRankMap):
     def width(self, dim: int) -> int:
         return self.features
 
+    @property
+    def signed(self) -> bool:
+        return True
+
     def entries(self, n: int, m: int, dim: int, causal: bool) -> float:
         return 2 * self.features
 

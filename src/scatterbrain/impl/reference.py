@@ -74,6 +74,7 @@ def dense_mask(layer: Layer, n: int, m: int) -> Tensor:
             has_q = (q_index[..., None] == torch.arange(n, device=q_index.device)).any(2)  # (G, T, N)
             has_k = (k_index[..., None] == torch.arange(m, device=k_index.device)).any(2)
             return (has_q[:, :, :, None] & has_k[:, :, None, :]).any(1)
+    raise TypeError(f"{layer} is no layer of pairs")
 
 
 def dense_low_rank(low_rank: LowRank | None, q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

@@ -12,10 +12,9 @@ from ..clustering import chunk_clusters, key_clusters, kmeans, segment_mean
 from ..config import Support
 from ..context import Context
 from ..errors import require, require_int
-from ..selection import Buckets, Groups, Layer
+from ..selection import Buckets, Groups, Layer, Routes
 
 ROUTES_AT_ONCE = 2**22
-TAKEN_FROM = 0.65  # a cluster is taken if this much of it still fits: keeps the mean at or below the cap on real attention
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,8 @@ class Clusters(Support):
 class Routed(Support):
     """Each query sees the keys of the `top` clusters with most estimated mass, count * exp(q . mean).
 
-    Clusters differ in size: `keys` is what a query may spend on them; a cluster is taken if about two
-    thirds of it still fit, so the mean stays near `keys`.
+    Clusters differ in size: `keys` is what a query may spend on them; they are taken in order while half of the
+    next one still fits, so the mean stays near `keys`.
     Causal: clusters are formed inside chunks of `chunk` keys (`per_chunk` clusters each) and only those of earlier
     chunks are open. With equal settings ClusterMeans shares the clusters.
     """
@@ -87,6 +86,9 @@ class Routed(Support):
             label, nodes = chunk_clusters(ctx, self.chunk, self.per_chunk, self.iterations)
         else:
             label, nodes = key_clusters(ctx, self.clusters, self.iterations), self.clusters
+        if ctx.engine is not None:
+            routes = Routes(label, nodes, min(self.top, nodes), self.keys, self.chunk if ctx.causal else 0)
+            return (routes if ctx.lazy else ctx.engine.routes(ctx, routes),)
         with torch.no_grad():
             mean, count = segment_mean(ctx.k, label, nodes)
             step = max(1, ROUTES_AT_ONCE // max(1, ctx.groups * nodes))
@@ -101,17 +103,11 @@ class Routed(Support):
             chunk_of_node = torch.arange(mean.shape[1], device=q.device) // self.per_chunk
             score = score.masked_fill(chunk_of_node >= (row // self.chunk)[:, None], float("-inf"))
         value, index = score.topk(min(self.top, score.shape[-1]), -1)
-        index = torch.where(torch.isneginf(value), -1, index)
-        return index if self.keys is None else self._affordable(index, count)
-
-    def _affordable(self, index: Tensor, count: Tensor) -> Tensor:
-        size = torch.gather(count, 1, index.clamp(min=0).flatten(1)).view(index.shape)
-        spent, chosen = torch.zeros_like(size[..., 0]), []
-        for rank in range(index.shape[-1]):
-            fits = spent + size[..., rank] * TAKEN_FROM <= (self.keys or 0)
-            spent = spent + size[..., rank] * fits
-            chosen.append(torch.where(fits, index[..., rank], -1))
-        return torch.stack(chosen, -1)
+        taken = ~torch.isneginf(value)
+        if self.keys is not None:
+            size = torch.gather(count, 1, index.flatten(1)).view(index.shape)
+            taken &= size.cumsum(-1) - size / 2 <= self.keys
+        return torch.where(taken, index, -1)
 
     def entries(self, n: int, m: int, dim: int, causal: bool) -> float:
         mean = self.top * (self.chunk / self.per_chunk if causal else m / self.clusters)

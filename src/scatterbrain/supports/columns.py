@@ -47,7 +47,7 @@ class Columns(Support):
         fixed = sorted({*range(min(self.first, ctx.m)), *self.index})
         out_of_range = [j for j in fixed if j >= ctx.m]
         require(not out_of_range, "index", f"lie in 0..{ctx.m - 1}", out_of_range, "drop them for keys of this length")
-        at = torch.tensor(fixed, dtype=torch.int64, device=ctx.q.device)
+        at = torch.tensor(fixed, dtype=torch.int64, device=ctx.device)
         layers: list[Layer] = [Blocks(at[None, None], max(1, ctx.n), 1)] if fixed else []
         heavy = min(self.heavy, ctx.m - len(fixed))
         if heavy > 0 and ctx.n > 0:
@@ -57,6 +57,8 @@ class Columns(Support):
 
     def _heavy(self, ctx: Context, fixed: Tensor, heavy: int) -> Layer:
         rows = ctx.query_at(spread(ctx.query_count, self.samples))
+        if ctx.engine is not None:
+            return Blocks(ctx.engine.columns(ctx, rows[:, None], 0, fixed.tolist(), heavy), ctx.n, 1)
         mass = self._mass(ctx, gather_rows(ctx.q, rows), ctx.visible[:, None]).sum(1)
         value, index = mass.index_fill(-1, fixed, -1.0).masked_fill(~ctx.visible, -1.0).topk(heavy, -1)
         return Blocks(torch.where(value < 0, -1, index)[:, None], ctx.n, 1)
@@ -64,10 +66,12 @@ class Columns(Support):
     def _heavy_past(self, ctx: Context, fixed: Tensor, heavy: int) -> Layer:
         block = column_block(ctx.n)
         blocks = -(-ctx.n // block)
-        start = torch.arange(blocks, device=ctx.q.device)[:, None] * block
-        offset = (2 * torch.arange(ROWS_A_BLOCK, device=ctx.q.device) + 1) * block // (2 * ROWS_A_BLOCK)
+        start = torch.arange(blocks, device=ctx.device)[:, None] * block
+        offset = (2 * torch.arange(ROWS_A_BLOCK, device=ctx.device) + 1) * block // (2 * ROWS_A_BLOCK)
         rows = (start + offset).reshape(-1).clamp(max=ctx.n - 1)
-        past = torch.arange(ctx.m, device=ctx.q.device) <= rows[:, None]
+        if ctx.engine is not None:
+            return Blocks(ctx.engine.columns(ctx, rows.view(1, blocks, ROWS_A_BLOCK), PAST_BLOCKS, fixed.tolist(), heavy), block, 1)
+        past = torch.arange(ctx.m, device=ctx.device) <= rows[:, None]
         allowed = past[None] & ctx.visible[:, None]
         mass = self._mass(ctx, ctx.q.index_select(1, rows), allowed)
         mass = mass.view(ctx.groups, blocks, ROWS_A_BLOCK, ctx.m).sum(2)

@@ -28,19 +28,19 @@ class GlobalTokens(Support, LowRankMap):
         require_int(self.count, "count")
 
     def select(self, ctx: Context, state: Mapping[str, Tensor]) -> tuple[Layer, ...]:
-        columns = torch.arange(min(self.count, ctx.m), device=ctx.q.device)
-        rows = torch.arange(min(self.count, ctx.n), device=ctx.q.device)
+        columns = torch.arange(min(self.count, ctx.m), device=ctx.device)
+        rows = torch.arange(min(self.count, ctx.n), device=ctx.device)
         return Blocks(columns[None, None], max(1, ctx.n), 1), Rows(rows[None])
 
     def factor(self, ctx: Context, state: Mapping[str, Tensor]) -> Features:
         g_k, g_q = min(self.count, ctx.m), min(self.count, ctx.n)
         minus = float("-inf")
-        row = torch.arange(ctx.n, device=ctx.q.device)[:, None]
-        key = torch.arange(ctx.m, device=ctx.q.device)[:, None]
+        row = torch.arange(ctx.n, device=ctx.device)[:, None]
+        key = torch.arange(ctx.m, device=ctx.device)[:, None]
         to_columns = (ctx.q * ctx.scale) @ ctx.k[:, :g_k].mT
         to_columns = to_columns.masked_fill(~ctx.visible[:, None, :g_k], minus)
-        is_row = torch.where(row == torch.arange(g_q, device=ctx.q.device), 0.0, minus).to(ctx.q.dtype)
-        is_column = torch.where(key == torch.arange(g_k, device=ctx.q.device), 0.0, minus).to(ctx.q.dtype)
+        is_row = torch.where(row == torch.arange(g_q, device=ctx.device), 0.0, minus).to(ctx.q.dtype)
+        is_column = torch.where(key == torch.arange(g_k, device=ctx.device), 0.0, minus).to(ctx.q.dtype)
         from_rows = ((ctx.k * ctx.scale) @ ctx.q[:, :g_q].mT).masked_fill(key < g_k, minus)
         groups = ctx.groups
         log_phi = torch.cat([to_columns, is_row.expand(groups, -1, -1)], -1)

@@ -34,8 +34,8 @@ class RandomBlocks(Support):
         require_int(self.seed, "seed", least=0)
 
     def select(self, ctx: Context, state: Mapping[str, Tensor]) -> tuple[Layer, ...]:
-        rows = torch.arange(max(1, -(-ctx.n // self.block)), device=ctx.q.device)[:, None]
-        stratum = torch.arange(self.blocks, device=ctx.q.device)
+        rows = torch.arange(max(1, -(-ctx.n // self.block)), device=ctx.device)[:, None]
+        stratum = torch.arange(self.blocks, device=ctx.device)
         drawn = uniform(self.seed, rows, stratum).to(torch.float64)
         total = (ctx.key_extent + self.block - 1) // self.block
         if ctx.key_mask is None:

@@ -24,8 +24,8 @@ class Strided(Support):
         require_int(self.stride, "stride")
 
     def select(self, ctx: Context, state: Mapping[str, Tensor]) -> tuple[Layer, ...]:
-        q_label = torch.arange(ctx.n, device=ctx.q.device) % self.stride
-        k_label = torch.arange(ctx.m, device=ctx.q.device) % self.stride
+        q_label = torch.arange(ctx.n, device=ctx.device) % self.stride
+        k_label = torch.arange(ctx.m, device=ctx.device) % self.stride
         band = Band(-self.stride, 0 if ctx.causal else self.stride)
         return band, Buckets(q_label[None, :, None], k_label[None])
 
@@ -48,7 +48,7 @@ class Fixed(Support):
         require(self.tail <= self.stride, "tail", "be at most stride", self.tail, f"pass tail<={self.stride}")
 
     def select(self, ctx: Context, state: Mapping[str, Tensor]) -> tuple[Layer, ...]:
-        device = ctx.q.device
+        device = ctx.device
         q_label = torch.arange(ctx.n, device=device) // self.stride
         k_pos = torch.arange(ctx.m, device=device)
         blocks = torch.arange(-(-ctx.m // self.stride), device=device)[:, None] * self.stride

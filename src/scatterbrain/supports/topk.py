@@ -27,7 +27,7 @@ class TopK(Support):
 
     def select(self, ctx: Context, state: Mapping[str, Tensor]) -> tuple[Layer, ...]:
         step = max(1, LOGITS_AT_ONCE // max(1, ctx.groups * ctx.m))
-        key = torch.arange(ctx.m, device=ctx.q.device)
+        key = torch.arange(ctx.m, device=ctx.device)
         parts = []
         with torch.no_grad():
             for first in range(0, max(1, ctx.n), step):

@@ -287,6 +287,7 @@ class Holder:
                 return held
             case Groups():
                 return (self.has_q[g[..., 0], i[..., 0]] @ self.has_k[g[..., 0], j[:, 0]].mT) > 0
+        raise TypeError(f"{self.layer} is no layer of pairs")
 
     def _look_up(self, row: Tensor, column: Tensor) -> Tensor:
         assert self.table is not None

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...lowrank import Features, LowRank, Means
-from ...partial import finite
-from ...selection import Layer, pack, unpack
-from .engine import Call, Saved, run_backward, run_forward
+from ..lowrank import Features, LowRank, Means
+from ..partial import finite
+from ..selection import Layer, pack, unpack
+from .native import engine as native
+from .torch.engine import Call, Saved, run_backward, run_forward
 
 
 def attend(
@@ -26,17 +27,21 @@ def attend(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     first_group: int = 0,
+    isa: str = "",
+    scale: float = 1.0,
 ) -> Tensor:
     """Same arguments as the reference; q is scaled. Differentiable in q, k, v and the features.
 
-    `first_group` numbers these heads among all, for dropout.
+    `first_group` numbers these heads among all, for dropout. With an `isa` the native engine runs: q, k, v are then
+    four-dimensional, as the caller holds them, and q is not scaled but `scale` is given.
     """
     meta, tensors = pack(layers)
     spec: dict[str, Any] = {"layers": meta, "causal": causal, "double_count": double_count, "dropout_p": dropout_p, "first_group": first_group}
+    spec |= {"isa": isa, "scale": scale}
     phi = psi = sign_phi = sign_psi = None
     if isinstance(low_rank, Features):
         phi, psi, sign_phi, sign_psi = low_rank.log_phi, low_rank.log_psi, low_rank.sign_phi, low_rank.sign_psi
-        psi = psi.expand(k.shape[0], -1, -1)
+        psi = psi.expand(phi.shape[0], -1, -1)
     elif isinstance(low_rank, Means):
         spec["means"] = {n: getattr(low_rank, n) for n in ("nodes", "order", "chunk", "inner")}
         tensors.append(low_rank.node)
@@ -51,7 +56,7 @@ def encode(value: Any) -> str:
         return "[" + ",".join([encode(v) for v in value]) + "]"
     if isinstance(value, bool):
         return "true" if value else "false"
-    return "null" if value is None else f'"{value}"' if isinstance(value, str) else str(value)
+    return "null" if value is None else f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def row_sums(
@@ -80,7 +85,7 @@ def _call(
     seed: Tensor | None,
     tensors: list[Tensor],
     spec: str,
-) -> Call:
+) -> Call | native.NativeCall:
     s = json.loads(spec)
     low: LowRank | None = None
     if phi is not None and psi is not None:
@@ -88,6 +93,8 @@ def _call(
     elif "means" in s:
         low = Means(tensors[-1], **s["means"])
     layers = unpack(s["layers"], tensors)
+    if s["isa"]:
+        return native.NativeCall(q, k, v, layers, low, key_mask, s["causal"], s["double_count"], s["scale"], s["isa"])
     return Call(q, k, v, layers, low, key_mask, s["causal"], s["double_count"], s["dropout_p"], seed, s["first_group"])
 
 
@@ -105,13 +112,16 @@ def attention_op(
     tensors: list[Tensor],
     spec: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return run_forward(_call(q, k, v, phi, psi, sign_phi, sign_psi, key_mask, seed, tensors, spec))
+    call = _call(q, k, v, phi, psi, sign_phi, sign_psi, key_mask, seed, tensors, spec)
+    return run_forward(call) if isinstance(call, Call) else native.run_forward(call)
 
 
 @attention_op.register_fake
 def _(q, k, v, phi, psi, sign_phi, sign_psi, key_mask, seed, tensors, spec):  # type: ignore[no-untyped-def]
-    g, n = q.shape[:2]
-    return v.new_empty(g, n, v.shape[2]), q.new_empty(g, n), q.new_empty(g, n), q.new_empty(g, n, dtype=torch.bool)
+    rows = q.shape[:-1]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    sums = (q.new_empty(rows, dtype=wide) for _ in range(2))
+    return v.new_empty(*rows, v.shape[-1]), *sums, q.new_empty(rows, dtype=torch.bool)
 
 
 @torch.library.custom_op("scatterbrain::attention_backward", mutates_args=())
@@ -134,6 +144,8 @@ def backward_op(
     dense: Tensor,
 ) -> list[Tensor]:
     call = _call(q, k, v, phi, psi, sign_phi, sign_psi, key_mask, seed, tensors, spec)
+    if not isinstance(call, Call):
+        return native.run_backward(call, d_out, out, log_scale, denominator, dense)
     grads = run_backward(call, d_out, Saved(out, log_scale, denominator, dense))
     return [g for g in grads if g is not None]
 
