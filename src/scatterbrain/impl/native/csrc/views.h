@@ -107,7 +107,7 @@ private:
         constexpr size_t HUGE_PAGE = 2 << 20;
         void* p = nullptr;
         if (bytes < HUGE_PAGE) {
-            p = std::malloc(bytes);
+            p = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
         } else {
             const size_t whole = (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
             p = std::aligned_alloc(HUGE_PAGE, whole);
