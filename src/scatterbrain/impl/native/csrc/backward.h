@@ -109,7 +109,7 @@ private:
         const int start = from * W, count = std::min((upto - from) * W, t.n - start);
         float *w = w_buffer.get(BQ * LD), *s = s_buffer.get(BQ * LD);
         if (rule.low) low_buffer.get(BQ * LD), slope_buffer.get(BQ * LD);
-        for (int r = 0; r < n; r += MR) weights(t, from, upto, rows + r, std::min(MR, n - r), w + r * LD, s + r * LD, r, rule);
+        for (int r = 0; r < n; r += GROUP) weights(t, from, upto, rows + r, std::min(GROUP, n - r), w + r * LD, s + r * LD, r, rule);
         const float *qs[BQ], *gs[BQ];
         for (int r = 0; r < n; ++r) qs[r] = h.q.row(rows[r]), gs[r] = h.d_out.row(rows[r]);
         const int64_t first = start;
@@ -123,10 +123,10 @@ private:
 
     template <class Row>
     void to_rows(int n, const float* a, const Operand& b, int nv, int count, Row row) {
-        for (int r = 0; r < n; r += MR) {
-            const int some = std::min(MR, n - r);
-            const float* as[MR];
-            float* c[MR];
+        for (int r = 0; r < n; r += GROUP) {
+            const int some = std::min(GROUP, n - r);
+            const float* as[GROUP];
+            float* c[GROUP];
             for (int x = 0; x < some; ++x) as[x] = a + (r + x) * KEYS_AT_ONCE_BACK, c[x] = row(r + x);
             product(some, as, 1, b, nv, count, c, ADD);
         }
@@ -136,12 +136,12 @@ private:
         product_rows(count, a, 1, KEYS_AT_ONCE_BACK, b, width / W, n, to, width, ADD);
     }
 
-    // MR rows: w becomes the weight of each value, s the gradient of each logit.
+    // GROUP rows: w becomes the weight of each value, s the gradient of each logit.
     void weights(const Tile& t, int from, int upto, const int* rows, int n, float* w, float* s, int r0, const Rule& rule) {
         constexpr int LD = KEYS_AT_ONCE_BACK;
         const int wide = (upto - from) * W, start = from * W;
-        const float *q[MR], *g[MR], *f[MR];
-        float *logit[MR], *gain[MR], *low[MR];
+        const float *q[GROUP], *g[GROUP], *f[GROUP];
+        float *logit[GROUP], *gain[GROUP], *low[GROUP];
         for (int r = 0; r < n; ++r) {
             q[r] = h.q.row(rows[r]), g[r] = h.d_out.row(rows[r]);
             logit[r] = s + r * LD, gain[r] = w + r * LD;
@@ -346,10 +346,10 @@ private:
         float* state = state_buffer.data();
         pack([&](int f) { return state + static_cast<int64_t>(f) * h.ep; }, h.r, h.e, 1.0f, packed_state.get(static_cast<int64_t>(wide) * h.e));
         float* some = feature_rows.get(static_cast<int64_t>(128) * h.rp);
-        for (int first = s.from; first < s.upto; first += MR) {
-            const int n = std::min(MR, s.upto - first);
-            const float* a[MR];
-            float* c[MR];
+        for (int first = s.from; first < s.upto; first += GROUP) {
+            const int n = std::min(GROUP, s.upto - first);
+            const float* a[GROUP];
+            float* c[GROUP];
             for (int r = 0; r < n; ++r) a[r] = y(at(s, first + r)), c[r] = some + static_cast<int64_t>(r) * h.rp;
             product(n, a, 1, panels(packed_state.data(), h.e), wide / W, h.e, c);
             for (int r = 0; r < n; ++r) {
@@ -370,10 +370,10 @@ private:
                 float* to = natural.dpsi + static_cast<int64_t>(j) * h.rp;
                 for (int f = 0; f < h.rp; f += W) store(to + f, load(to + f) + load(psi + f) * load(d + f));
             });
-        for (int first = s.from; first < s.upto; first += MR) {
-            const int n = std::min(MR, s.upto - first);
-            const float* a[MR];
-            float* c[MR];
+        for (int first = s.from; first < s.upto; first += GROUP) {
+            const int n = std::min(GROUP, s.upto - first);
+            const float* a[GROUP];
+            float* c[GROUP];
             for (int r = 0; r < n; ++r) {
                 const int64_t j = at(s, first + r);
                 a[r] = h.psi.data() + j * h.rp, c[r] = natural.dv + j * h.ep;

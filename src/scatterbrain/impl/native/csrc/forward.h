@@ -24,9 +24,9 @@ public:
             local_work(a, z, [&](const Tile& t, int from, int upto, const Rule& r) { block(t, from, upto, a, z, r); });
         });
         bucket_work([&](Listed& l, const int* rows, int n, const Rule& r) {
-            for (int x = 0; x < n; x += MR) {
-                fetch(rows + x + MR, std::min(MR, n - x - MR));
-                group(l.tile, 0, (l.tile.n + W - 1) / W, rows + x, std::min(MR, n - x), r);
+            for (int x = 0; x < n; x += GROUP) {
+                fetch(rows + x + GROUP, std::min(GROUP, n - x - GROUP));
+                group(l.tile, 0, (l.tile.n + W - 1) / W, rows + x, std::min(GROUP, n - x), r);
             }
         });
         for (const SbLayer* x : h.rows) full_rows(*x);
@@ -62,9 +62,9 @@ private:
     // Some queries against panels [from, upto) of a tile; a band leaves each of them less.
     void block(const Tile& t, int from, int upto, int a, int z, const Rule& rule) {
         const bool trim = rule.band && rule.low <= 0;
-        for (int i = a; i < z; i += MR) {
-            const int some = std::min(MR, z - i);
-            int rows[MR];
+        for (int i = a; i < z; i += GROUP) {
+            const int some = std::min(GROUP, z - i);
+            int rows[GROUP];
             for (int r = 0; r < some; ++r) rows[r] = i + r;
             if (!trim) {
                 group(t, from, upto, rows, some, rule);
@@ -82,9 +82,9 @@ private:
 
     void keys(const Tile& t, int from, int upto, const int* rows, int n, const Rule& rule) {
         const int wide = (upto - from) * W, start = from * W, count = std::min(wide, t.n - start);
-        float* s = weights.get(MR * KEYS_AT_ONCE);
-        const float* q[MR];
-        float *to[MR], *out[MR], alpha[MR];
+        float* s = weights.get(GROUP * KEYS_AT_ONCE);
+        const float* q[GROUP];
+        float *to[GROUP], *out[GROUP], alpha[GROUP];
         for (int r = 0; r < n; ++r) {
             q[r] = h.q.row(rows[r]);
             to[r] = s + r * KEYS_AT_ONCE;
@@ -97,9 +97,9 @@ private:
     }
 
     void low_products(const Tile& t, int from, int upto, const int* rows, int n) {
-        const float* f[MR];
-        float* to[MR];
-        low.get(MR * KEYS_AT_ONCE);
+        const float* f[GROUP];
+        float* to[GROUP];
+        low.get(GROUP * KEYS_AT_ONCE);
         for (int r = 0; r < n; ++r) f[r] = h.phi.data() + static_cast<int64_t>(rows[r]) * h.rp, to[r] = low.data() + r * KEYS_AT_ONCE;
         product(n, f, 1, panels(t.psi_t, h.r, from), upto - from, h.r, to);
     }
@@ -245,7 +245,7 @@ private:
         const float *values[SOME], *features[SOME];
         for (int first = s.from; first < s.upto; first += SOME) {
             const int n = std::min(SOME, s.upto - first);
-            float* dense = low.get(std::max<int64_t>(static_cast<int64_t>(SOME) * h.rp, MR * KEYS_AT_ONCE));
+            float* dense = low.get(std::max<int64_t>(static_cast<int64_t>(SOME) * h.rp, GROUP * KEYS_AT_ONCE));
             for (int x = 0; x < n; ++x) {
                 const int j = at(s, first + x);
                 values[x] = h.v.row(j), features[x] = h.psi.data() + static_cast<int64_t>(j) * h.rp;
@@ -257,10 +257,10 @@ private:
     }
 
     void give(const Step& s, const float* state, const float* total) {
-        for (int first = s.from; first < s.upto; first += MR) {
-            const int n = std::min(MR, s.upto - first);
-            const float* f[MR];
-            float* to[MR];
+        for (int first = s.from; first < s.upto; first += GROUP) {
+            const int n = std::min(GROUP, s.upto - first);
+            const float* f[GROUP];
+            float* to[GROUP];
             for (int x = 0; x < n; ++x) {
                 const int i = at(s, first + x);
                 f[x] = h.phi.data() + static_cast<int64_t>(i) * h.rp;

@@ -40,14 +40,14 @@ struct Lloyd {
 
     void assign_panels(const Points& x, int c, int p, int nv) {
         constexpr int LD = NV_MAX * W;
-        float* s = score.get(MR * LD);
+        float* s = score.get(GROUP * LD);
         vf top[NV_MAX];
         vi at[NV_MAX];
         for (int v = 0; v < nv; ++v) top[v] = all(NONE), at[v] = alli(0);
-        for (int i = 0; i < c; i += MR) {
-            const int some = std::min(MR, c - i);
-            const float* a[MR];
-            float* to[MR];
+        for (int i = 0; i < c; i += GROUP) {
+            const int some = std::min(GROUP, c - i);
+            const float* a[GROUP];
+            float* to[GROUP];
             for (int r = 0; r < some; ++r) a[r] = centres.data() + static_cast<int64_t>(i + r) * x.d, to[r] = s + r * LD;
             product(some, a, 1, panels(x.packed.data(), x.d, p), nv, x.d, to);
             for (int r = 0; r < some; ++r)
@@ -205,11 +205,11 @@ static void cluster(const SbArray& k, int64_t batch, int64_t heads, int m, int d
 static void add_mass(const View& q, const int64_t* rows, int n, const float* packed, int m, int d, bool causal, const uint8_t* ok, Buffer& work,
                      float* mass) {
     const int wide = round_up(m, W);
-    float* s = work.get(static_cast<int64_t>(MR) * wide);
-    for (int first = 0; first < n; first += MR) {
-        const int some = std::min(MR, n - first);
-        const float* a[MR];
-        float* to[MR];
+    float* s = work.get(static_cast<int64_t>(GROUP) * wide);
+    for (int first = 0; first < n; first += GROUP) {
+        const int some = std::min(GROUP, n - first);
+        const float* a[GROUP];
+        float* to[GROUP];
         for (int r = 0; r < some; ++r) a[r] = q.row(rows[first + r]), to[r] = s + static_cast<int64_t>(r) * wide;
         int seen = 0;
         for (int r = 0; r < some; ++r) seen = std::max<int>(seen, causal ? static_cast<int>(std::min<int64_t>(m, rows[first + r] + 1)) : m);

@@ -20,6 +20,11 @@ constexpr int W = 4, NV_MAX = 2;
 constexpr const char* ISA = "portable";
 #endif
 constexpr int MR = 6;  // rows a micro-kernel holds: MR x NV_MAX accumulators fill the registers
+#if defined(__AVX512F__)
+constexpr int GROUP = 12;  // rows done together: narrow products take more of them at once
+#else
+constexpr int GROUP = MR;
+#endif
 
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef int vi __attribute__((vector_size(W * 4)));
@@ -111,14 +116,13 @@ static inline vf exp_of(vf x) {
     const __m512 y = (__m512)x;
     const __mmask16 normal = _mm512_cmp_ps_mask(y, _mm512_set1_ps(-87.0f), _CMP_GT_OQ);  // a result below costs hundreds of cycles
     const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(y, _mm512_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), y);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.3981999507e-3f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    const __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693147181f), y);
+    // the polynomial of fifth degree with the least relative error, 9e-8
+    __m512 p = _mm512_set1_ps(8.290272e-3f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.189816e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6667639e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.9999148e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.999997e-1f));
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
     return (vf)_mm512_maskz_scalef_ps(normal, p, n);
 #else
@@ -160,13 +164,13 @@ template <int R, int NV, bool ROWS>
 static inline void micro(const float* const* a, int64_t as, const Operand& b, int64_t b_at, int K, float* const* c, int64_t c_at, Into into,
                          const float* alpha) {
     vf acc[R][NV];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
         for (int v = 0; v < NV; ++v)
             acc[r][v] = into == SET ? zero() : into == ADD ? load(c[r] + c_at + v * W) : load(c[r] + c_at + v * W) * alpha[r];
     const float* ar[R];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < R; ++r) ar[r] = a[r];
     const float* bk = ROWS ? nullptr : b.base + b_at;
     const int64_t vec = ROWS ? W : b.vec;
@@ -175,7 +179,7 @@ static inline void micro(const float* const* a, int64_t as, const Operand& b, in
         vf x[NV];
 #pragma GCC unroll 4
         for (int v = 0; v < NV; ++v) x[v] = load(bk + v * vec);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
             const float s = ar[r][k * as];
 #pragma GCC unroll 4
@@ -183,53 +187,63 @@ static inline void micro(const float* const* a, int64_t as, const Operand& b, in
         }
         if (!ROWS) bk += b.step;
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
         for (int v = 0; v < NV; ++v) store(c[r] + c_at + v * W, acc[r][v]);
 }
 
-template <int R, bool ROWS>
-static inline void strip(const float* const* a, int64_t as, const Operand& b, int nv, int K, float* const* c, Into into, const float* alpha) {
-    int v = 0;
-    const int64_t vec = ROWS ? W : b.vec;
-    for (; v + NV_MAX <= nv; v += NV_MAX) micro<R, NV_MAX, ROWS>(a, as, b, v * vec, K, c, v * W, into, alpha);
-#if defined(__AVX512F__)
-    if (nv - v == 3) micro<R, 3, ROWS>(a, as, b, v * vec, K, c, v * W, into, alpha);
-    if (nv - v == 2) micro<R, 2, ROWS>(a, as, b, v * vec, K, c, v * W, into, alpha);
-#endif
-    if (nv - v == 1) micro<R, 1, ROWS>(a, as, b, v * vec, K, c, v * W, into, alpha);
+// The rows a kernel of NV vectors holds.
+constexpr int rows_held(int nv) { return W < 16 || nv >= 4 ? MR : nv == 3 ? 8 : 12; }
+
+template <int R, int NV, bool ROWS>
+static inline void rows_left(int n, const float* const* a, int64_t as, const Operand& b, int64_t b_at, int K, float* const* c, int64_t c_at,
+                             Into into, const float* alpha) {
+    if (n == R) return micro<R, NV, ROWS>(a, as, b, b_at, K, c, c_at, into, alpha);
+    if constexpr (R > 1) rows_left<R - 1, NV, ROWS>(n, a, as, b, b_at, K, c, c_at, into, alpha);
+}
+
+template <int NV, bool ROWS>
+static inline void columns_of(int n, const float* const* a, int64_t as, const Operand& b, int64_t b_at, int K, float* const* c, int64_t c_at,
+                              Into into, const float* alpha) {
+    constexpr int R = rows_held(NV);
+    int r = 0;
+    for (; r + R <= n; r += R) micro<R, NV, ROWS>(a + r, as, b, b_at, K, c + r, c_at, into, alpha ? alpha + r : nullptr);
+    if (r < n) rows_left<R, NV, ROWS>(n - r, a + r, as, b, b_at, K, c + r, c_at, into, alpha ? alpha + r : nullptr);
 }
 
 template <bool ROWS>
-static inline void rows_of(int n, const float* const* a, int64_t as, const Operand& b, int nv, int K, float* const* c, Into into,
-                           const float* alpha) {
-    switch (n) {
-        case 6: return strip<6, ROWS>(a, as, b, nv, K, c, into, alpha);
-        case 5: return strip<5, ROWS>(a, as, b, nv, K, c, into, alpha);
-        case 4: return strip<4, ROWS>(a, as, b, nv, K, c, into, alpha);
-        case 3: return strip<3, ROWS>(a, as, b, nv, K, c, into, alpha);
-        case 2: return strip<2, ROWS>(a, as, b, nv, K, c, into, alpha);
-        case 1: return strip<1, ROWS>(a, as, b, nv, K, c, into, alpha);
-    }
+static inline void all_columns(int n, const float* const* a, int64_t as, const Operand& b, int nv, int K, float* const* c, Into into,
+                               const float* alpha) {
+    const int64_t vec = ROWS ? W : b.vec;
+    int v = 0;
+#if defined(__AVX512F__)
+    for (; nv - v >= 4 && nv - v != 5; v += 4) columns_of<4, ROWS>(n, a, as, b, v * vec, K, c, v * W, into, alpha);
+    if (nv - v == 5) columns_of<3, ROWS>(n, a, as, b, v * vec, K, c, v * W, into, alpha), v += 3;
+    if (nv - v == 3) columns_of<3, ROWS>(n, a, as, b, v * vec, K, c, v * W, into, alpha);
+    if (nv - v == 2) columns_of<2, ROWS>(n, a, as, b, v * vec, K, c, v * W, into, alpha);
+#else
+    for (; nv - v >= NV_MAX; v += NV_MAX) columns_of<NV_MAX, ROWS>(n, a, as, b, v * vec, K, c, v * W, into, alpha);
+#endif
+    if (nv - v == 1) columns_of<1, ROWS>(n, a, as, b, v * vec, K, c, v * W, into, alpha);
 }
 
-// n <= MR rows of C, nv vectors wide.
+// n <= GROUP rows of C, nv vectors wide.
 static inline void product(int n, const float* const* a, int64_t as, const Operand& b, int nv, int K, float* const* c, Into into = SET,
                            const float* alpha = nullptr) {
     if (b.rows)
-        rows_of<true>(n, a, as, b, nv, K, c, into, alpha);
+        all_columns<true>(n, a, as, b, nv, K, c, into, alpha);
     else
-        rows_of<false>(n, a, as, b, nv, K, c, into, alpha);
+        all_columns<false>(n, a, as, b, nv, K, c, into, alpha);
 }
 
 // Any number of rows: row r of A at a0 + r * ar, row r of C at c0 + r * cr.
 static inline void product_rows(int n, const float* a0, int64_t ar, int64_t as, const Operand& b, int nv, int K, float* c0, int64_t cr,
                                 Into into = SET) {
-    for (int r = 0; r < n; r += MR) {
-        const int some = n - r < MR ? n - r : MR;
-        const float* a[MR];
-        float* c[MR];
+    for (int r = 0; r < n; r += GROUP) {
+        const int some = n - r < GROUP ? n - r : GROUP;
+        const float* a[GROUP];
+        float* c[GROUP];
         for (int x = 0; x < some; ++x) a[x] = a0 + (r + x) * ar, c[x] = c0 + (r + x) * cr;
         product(some, a, as, b, nv, K, c, into);
     }
@@ -241,7 +255,7 @@ static inline void turn(const float* const* row, int64_t at, float by, float* ou
     __m512 r[16], t[16];
 #pragma GCC unroll 16
     for (int x = 0; x < 16; ++x) r[x] = _mm512_mul_ps(_mm512_loadu_ps(row[x] + at), _mm512_set1_ps(by));
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int x = 0; x < 16; x += 2) {
         t[x] = _mm512_unpacklo_ps(r[x], r[x + 1]);
         t[x + 1] = _mm512_unpackhi_ps(r[x], r[x + 1]);
@@ -272,6 +286,8 @@ static inline void pack(Row row, int n, int d, float by, float* out) {
     static const float nothing[4096] = {};
     for (int p = 0; p < n; p += W, out += static_cast<int64_t>(d) * W) {
         const int some = n - p < W ? n - p : W;
+        for (int l = p + W; l < n && l < p + 2 * W; ++l)  // the next rows on their way: they may lie anywhere
+            for (int t = 0; t < d; t += 16) __builtin_prefetch(row(l) + t);
         int first = 0;
 #if defined(__AVX512F__)
         const float* rows[16];
