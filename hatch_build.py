@@ -37,13 +37,15 @@ class NativeEngine(BuildHookInterface):
         build_data["artifacts"] += [str(path.relative_to(self.root)) for path in built]
 
 
-def compile_all(folder: Path, warn: Any = print, extra: str = "", suffix: str = "") -> list[Path]:
-    """The libraries that could be built."""
+def compile_all(folder: Path, warn: Any = print, extra: str = "", to: Path | None = None) -> list[Path]:
+    """The libraries that could be built from `folder`, in it or in `to`."""
+    to = to or folder
+    to.mkdir(parents=True, exist_ok=True)
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     wanted = {**(X86 if x86 else {}), "portable": ("",)}
     built = []
     for isa, choices in wanted.items():
-        out = folder / f"_engine_{isa}{suffix}.so"
+        out = to / f"_engine_{isa}.so"
         said = ""
         for flags in choices:
             said = _compile(folder / "csrc" / "engine.cpp", out, f"{flags} {extra}")
@@ -81,7 +83,8 @@ def _platform() -> str:
 
 
 if __name__ == "__main__":
-    # python hatch_build.py [extra compiler flags]: the libraries built in place
-    found = compile_all(Path(__file__).parent / FOLDER, extra=" ".join(sys.argv[1:]))
+    # python hatch_build.py [folder [compiler flags ..]]: the libraries built in a folder, or else in place
+    to = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    found = compile_all(Path(__file__).parent / FOLDER, extra=" ".join(sys.argv[2:]), to=to)
     print(*found, sep="\n")
     sys.exit(not found)

@@ -96,7 +96,7 @@ public:
     }
     float* cleared(int64_t n) {
         float* p = get(n);
-        std::memset(p, 0, n * sizeof(float));
+        if (n > 0) std::memset(p, 0, n * sizeof(float));
         return p;
     }
     float* data() const { return data_.get(); }
