@@ -21,7 +21,7 @@ def test_every_head_gets_a_recipe(causal):
     assert heard == [(1, 2, "a"), (2, 2, "b")]
     for heads in found.values():
         assert len(heads) == 2
-        assert all(0 < h.error < 1 and h.entropy > 0 and 0 < h.budget < 0.5 for h in heads)
+        assert all(0 < h.error < 1.5 and h.entropy > 0 and 0 < h.budget < 0.5 for h in heads)
 
 
 def test_probes_find_the_matrix_error():

@@ -44,7 +44,9 @@ def attend(
         psi = psi.expand(phi.shape[0], -1, -1)
     elif isinstance(low_rank, Means):
         spec["means"] = {n: getattr(low_rank, n) for n in ("nodes", "order", "chunk", "inner")}
-        tensors.append(low_rank.node)
+        given = [name for name in ("node", "offset", "offset_in") if getattr(low_rank, name) is not None]
+        spec["means"]["given"] = given
+        tensors += [getattr(low_rank, name) for name in given]
     return attention_op(q, k, v, phi, psi, sign_phi, sign_psi, key_mask, seed, tensors, encode(spec))[0]
 
 
@@ -91,7 +93,8 @@ def _call(
     if phi is not None and psi is not None:
         low = Features(phi, psi, sign_phi, sign_psi)
     elif "means" in s:
-        low = Means(tensors[-1], **s["means"])
+        given = s["means"].pop("given")
+        low = Means(**dict(zip(given, tensors[-len(given) :], strict=True)), **s["means"])
     layers = unpack(s["layers"], tensors)
     if s["isa"]:
         return native.NativeCall(q, k, v, layers, low, key_mask, s["causal"], s["double_count"], s["scale"], s["isa"])
