@@ -26,6 +26,8 @@ SUPPORTS = {
     "clusters": sb.Clusters(4, size=12),
     "routed": sb.Routed(2, clusters=6, chunk=32, per_chunk=4),
     "routed-keys": sb.Routed(6, clusters=6, keys=9, chunk=32, per_chunk=4),
+    "routed-fitted": sb.Routed(2, clusters=6, chunk=32, per_chunk=4, fit="queries"),
+    "routed-gain": sb.Routed(4, clusters=6, chunk=32, per_chunk=4, fit="queries", gain=-3.5),
     "smyrf": sb.LSH(1, bucket=8),
     "smyrf-rounds": sb.LSH(3, bucket=8),
     "reformer": sb.LSH(2, bucket=8, scheme="reformer"),
@@ -46,6 +48,7 @@ MAPS = {
     "nystrom": sb.Nystrom(6),
     "global": sb.GlobalTokens(3),
     "means": sb.ClusterMeans(6, chunk=32, per_chunk=4, inner=8),
+    "means-fitted": sb.ClusterMeans(6, chunk=32, per_chunk=4, inner=8, fit="queries"),
     "means-second-order": sb.ClusterMeans(6, order=2, chunk=32, per_chunk=4, inner=8),
 }
 SIGNED = ("performer-trig", "linformer-signed", "nystrom")

@@ -27,6 +27,8 @@ class Means:
     node (G, M) is the cluster of each key, -1 for none; `nodes` their number. Not causal: chunk and inner are 0.
     Causal: clusters live inside chunks of `chunk` keys, each of nodes / chunks clusters, and serve later chunks
     only; inside a chunk, blocks of `inner` keys serve later blocks by their mean; inside a block keys stand alone.
+    With `offset` (G, M), l_ij = exp(q_i . mean + offset_j) and means are weighted by exp(offset); `offset_in` likewise for
+    the inner blocks. Both are constants to the gradient.
     """
 
     node: Tensor
@@ -34,6 +36,8 @@ class Means:
     order: int = 1
     chunk: int = 0
     inner: int = 0
+    offset: Tensor | None = None
+    offset_in: Tensor | None = None
 
 
 LowRank = Features | Means

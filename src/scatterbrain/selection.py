@@ -59,13 +59,19 @@ class Groups:
 @dataclass(frozen=True)
 class Routes:
     """Buckets whose query labels are yet to be found: each query's best of `nodes` clusters k_label (G, M), at most
-    `top` and about `keys` keys of them; with `chunk`, those of earlier chunks. Only for an engine that finds them."""
+    `top` and about `keys` keys of them; with `chunk`, those of earlier chunks. Only for an engine that finds them.
+
+    Keys may weigh exp(offset (G, M)). With `worth` (G, nodes) and `least` (G, N) all those are taken, at most `top`, whose share of
+    the query's weight has log share + worth >= least."""
 
     k_label: Tensor
     nodes: int
     top: int
     keys: int | None
     chunk: int
+    offset: Tensor | None = None
+    worth: Tensor | None = None
+    least: Tensor | None = None
 
 
 Layer = Band | Blocks | Rows | Buckets | Groups | Routes

@@ -44,7 +44,9 @@ def attend(
         psi = psi.expand(phi.shape[0], -1, -1)
     elif isinstance(low_rank, Means):
         spec["means"] = {n: getattr(low_rank, n) for n in ("nodes", "order", "chunk", "inner")}
-        tensors.append(low_rank.node)
+        given = [name for name in ("node", "offset", "offset_in") if getattr(low_rank, name) is not None]
+        spec["means"]["given"] = given
+        tensors += [getattr(low_rank, name) for name in given]
     return attention_op(q, k, v, phi, psi, sign_phi, sign_psi, key_mask, seed, tensors, encode(spec))[0]
 
 
@@ -91,7 +93,8 @@ def _call(
     if phi is not None and psi is not None:
         low = Features(phi, psi, sign_phi, sign_psi)
     elif "means" in s:
-        low = Means(tensors[-1], **s["means"])
+        given = s["means"].pop("given")
+        low = Means(**dict(zip(given, tensors[-len(given) :], strict=True)), **s["means"])
     layers = unpack(s["layers"], tensors)
     if s["isa"]:
         return native.NativeCall(q, k, v, layers, low, key_mask, s["causal"], s["double_count"], s["scale"], s["isa"])
@@ -147,12 +150,13 @@ def backward_op(
     if not isinstance(call, Call):
         return native.run_backward(call, d_out, out, log_scale, denominator, dense)
     grads = run_backward(call, d_out, Saved(out, log_scale, denominator, dense))
-    return [g for g in grads if g is not None]
+    return [g.contiguous() for g in grads if g is not None]
 
 
 @backward_op.register_fake
 def _(d_out, q, k, v, phi, psi, *rest):  # type: ignore[no-untyped-def]
-    return [torch.empty_like(t) for t in (q, k, v, phi, psi) if t is not None]
+    # contiguous, whatever the inputs' strides: a compiled graph takes this at its word
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, phi, psi) if t is not None]
 
 
 def _setup(ctx, inputs, output):  # type: ignore[no-untyped-def]

@@ -86,10 +86,10 @@ def dense_low_rank(low_rank: LowRank | None, q: Tensor, k: Tensor, causal: bool)
     if isinstance(low_rank, Features):
         return _dense_features(low_rank)
     i, j = torch.arange(n, device=q.device)[:, None], torch.arange(m, device=q.device)
-    log_l = _dense_means(low_rank, q, k, low_rank.node, low_rank.nodes)
+    log_l = _dense_means(low_rank, q, k, low_rank.node, low_rank.nodes, low_rank.offset)
     if causal:
         blocks = torch.where(low_rank.node < 0, -1, j // low_rank.inner)
-        inner = _dense_means(low_rank, q, k, blocks, -(-m // low_rank.inner))
+        inner = _dense_means(low_rank, q, k, blocks, -(-m // low_rank.inner), low_rank.offset_in)
         log_l = torch.where(j // low_rank.chunk == i // low_rank.chunk, inner, log_l)
         log_l = torch.where(j // low_rank.inner == i // low_rank.inner, q @ k.mT, log_l)
     return log_l, one
@@ -107,12 +107,14 @@ def _dense_features(f: Features) -> tuple[Tensor, Tensor]:
     return log, torch.sign(total.detach())
 
 
-def _dense_means(low_rank: Means, q: Tensor, k: Tensor, node: Tensor, nodes: int) -> Tensor:
-    member = (node[:, None] == torch.arange(nodes, device=q.device)[:, None]).to(q.dtype)  # (G, nodes, M)
-    member = member / member.sum(-1, keepdim=True).clamp(min=1)
+def _dense_means(low_rank: Means, q: Tensor, k: Tensor, node: Tensor, nodes: int, offset: Tensor | None) -> Tensor:
+    inside = node[:, None] == torch.arange(nodes, device=q.device)[:, None]  # (G, nodes, M)
+    offset = q.new_zeros(node.shape) if offset is None else offset.to(q.dtype)
+    member = torch.softmax(torch.where(inside, offset[:, None], -torch.inf), -1)
+    member = torch.where(inside.any(-1, keepdim=True), member, 0.0)
     mean = member @ k
     log_l = q @ mean.mT
     if low_rank.order == 2:
         spread = member @ (k * k) - mean * mean
         log_l = log_l + torch.log1p(((q * q) @ spread.mT).clamp(min=0) / 2)
-    return torch.gather(log_l, 2, node.clamp(min=0)[:, None].expand(-1, q.shape[1], -1))
+    return torch.gather(log_l, 2, node.clamp(min=0)[:, None].expand(-1, q.shape[1], -1)) + offset[:, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 
@@ -12,6 +13,7 @@ from ..clustering import chunk_clusters, key_clusters, kmeans, segment_mean
 from ..config import Support
 from ..context import Context
 from ..errors import require, require_int
+from ..fitted import check_fit, fitted_chunks, fitted_clusters
 from ..selection import Buckets, Groups, Layer, Routes
 
 ROUTES_AT_ONCE = 2**22
@@ -63,6 +65,10 @@ class Routed(Support):
     next one still fits, so the mean stays near `keys`.
     Causal: clusters are formed inside chunks of `chunk` keys (`per_chunk` clusters each) and only those of earlier
     chunks are open. With equal settings ClusterMeans shares the clusters.
+
+    fit="queries" forms clusters by what queries can tell apart (fitted.py). With a `gain` as well a query visits every
+    cluster, at most `top` of them, where log(share of a key in the query's mass * spread of the keys' logits) is estimated
+    to be at least that: peaked rows spend more, and `keys` only says what is spent on the mean.
     """
 
     top: int
@@ -72,6 +78,8 @@ class Routed(Support):
     iterations: int = 4
     chunk: int = 256
     per_chunk: int = 16
+    fit: str = "keys"
+    gain: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("top", "clusters", "chunk", "per_chunk"):
@@ -79,29 +87,46 @@ class Routed(Support):
         require_int(self.iterations, "iterations", least=0)
         if self.keys is not None:
             require_int(self.keys, "keys")
+        check_fit(self.fit)
+        if self.gain is not None:
+            number = isinstance(self.gain, (int, float)) and not isinstance(self.gain, bool) and math.isfinite(self.gain)
+            require(number, "gain", "be a finite number or None", self.gain, "pass a log of probability, such as gain=-6.0")
+            require(self.fit == "queries", "gain", "come with fit='queries'", f"fit={self.fit!r}", "pass both, or neither")
         require(self.top <= self.clusters, "top", "be at most clusters", self.top, f"pass top<={self.clusters}")
 
     def select(self, ctx: Context, state: Mapping[str, Tensor]) -> tuple[Layer, ...]:
-        if ctx.causal:
-            label, nodes = chunk_clusters(ctx, self.chunk, self.per_chunk, self.iterations)
-        else:
-            label, nodes = key_clusters(ctx, self.clusters, self.iterations), self.clusters
+        routes = self.routes(ctx)
         if ctx.engine is not None:
-            routes = Routes(label, nodes, min(self.top, nodes), self.keys, self.chunk if ctx.causal else 0)
             return (routes if ctx.lazy else ctx.engine.routes(ctx, routes),)
         with torch.no_grad():
-            mean, count = segment_mean(ctx.k, label, nodes)
-            step = max(1, ROUTES_AT_ONCE // max(1, ctx.groups * nodes))
-            parts = [self._route(ctx, first, step, mean, count) for first in range(0, max(1, ctx.n), step)]
-        return (Buckets(torch.cat(parts, 1), label),)
+            mean, mass, count = node_means(ctx.k, routes)
+            step = max(1, ROUTES_AT_ONCE // max(1, ctx.groups * routes.nodes))
+            parts = [self._route(ctx, first, step, routes, mean, mass, count) for first in range(0, max(1, ctx.n), step)]
+        return (Buckets(torch.cat(parts, 1), routes.k_label),)
 
-    def _route(self, ctx: Context, first: int, step: int, mean: Tensor, count: Tensor) -> Tensor:
+    def routes(self, ctx: Context) -> Routes:
+        chunk = self.chunk if ctx.causal else 0
+        if self.fit == "queries":
+            f = fitted_chunks(ctx, chunk, self.per_chunk, self.iterations) if chunk else fitted_clusters(ctx, self.clusters, self.iterations)
+            by_gain = (None, None) if self.gain is None else (f.worth, self.gain - f.reach)
+            return Routes(f.label, f.nodes, min(self.top, f.nodes), self.keys, chunk, f.offset, *by_gain)
+        if chunk:
+            label, nodes = chunk_clusters(ctx, chunk, self.per_chunk, self.iterations)
+        else:
+            label, nodes = key_clusters(ctx, self.clusters, self.iterations), self.clusters
+        return Routes(label, nodes, min(self.top, nodes), self.keys, chunk)
+
+    def _route(self, ctx: Context, first: int, step: int, routes: Routes, mean: Tensor, mass: Tensor, count: Tensor) -> Tensor:
         q = ctx.q[:, first : first + step] * ctx.scale
-        score = q @ mean.mT + torch.log(count)[:, None]
+        score = q @ mean.mT + mass[:, None]
         if ctx.causal:
             row = torch.arange(first, first + q.shape[1], device=q.device)
             chunk_of_node = torch.arange(mean.shape[1], device=q.device) // self.per_chunk
             score = score.masked_fill(chunk_of_node >= (row // self.chunk)[:, None], float("-inf"))
+        if routes.worth is not None and routes.least is not None:
+            share = score - torch.logsumexp(score, -1, keepdim=True)
+            value, index = (share + routes.worth[:, None]).nan_to_num(nan=float("-inf")).topk(min(self.top, score.shape[-1]), -1)
+            return torch.where((value >= routes.least[:, first : first + step, None]) & ~torch.isneginf(value), index, -1)
         value, index = score.topk(min(self.top, score.shape[-1]), -1)
         taken = ~torch.isneginf(value)
         if self.keys is not None:
@@ -112,3 +137,16 @@ class Routed(Support):
     def entries(self, n: int, m: int, dim: int, causal: bool) -> float:
         mean = self.top * (self.chunk / self.per_chunk if causal else m / self.clusters)
         return min(m / 2 if causal else m, mean, float("inf") if self.keys is None else self.keys)
+
+
+def node_means(k: Tensor, routes: Routes) -> tuple[Tensor, Tensor, Tensor]:
+    """Means (G, nodes, D), log masses and counts (G, nodes): keys weigh exp(offset) where there is one."""
+    if routes.offset is None:
+        mean, count = segment_mean(k, routes.k_label, routes.nodes)
+        return mean, torch.log(count), count
+    at = torch.where(routes.k_label < 0, routes.nodes, routes.k_label)
+    top = routes.offset.new_full((k.shape[0], routes.nodes + 1), float("-inf")).scatter_reduce(1, at, routes.offset, "amax")
+    weight = torch.exp(routes.offset - top.gather(1, at))
+    both, count = segment_mean(torch.cat([weight[..., None] * k, weight[..., None]], -1), routes.k_label, routes.nodes)
+    share = both[..., -1:]
+    return both[..., :-1] / share.clamp(min=1e-30), torch.log(share[..., 0] * count) + top[:, : routes.nodes], count

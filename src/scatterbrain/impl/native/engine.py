@@ -59,7 +59,7 @@ def refusal(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> str:
 
 def method_refusal(layers: tuple[Layer, ...], means: Means | None, features: bool, signed: bool, double_count: bool) -> str:
     """Why this selection and this low-rank part are not for the native engine; empty where they are."""
-    routes, buckets = ([x for x in layers if isinstance(x, kind)] for kind in (Routes, Buckets))
+    routes, buckets = [x for x in layers if isinstance(x, Routes)], [x for x in layers if isinstance(x, Buckets)]
     if any(isinstance(x, Groups) for x in layers):
         return "the native engine does not cover Clusters (the Routing Transformer's overlapping groups)"
     if len(routes) > 1 or (routes and buckets):
@@ -72,7 +72,7 @@ def method_refusal(layers: tuple[Layer, ...], means: Means | None, features: boo
         return "the native engine counts twice only features, over supports without global rows"
     if means is not None and means.order != 1:
         return "the native engine covers cluster means of first order only"
-    if means is not None and (buckets or not all(x.k_label is means.node for x in routes)):
+    if means is not None and (buckets or not all(x.k_label is means.node and x.offset is means.offset for x in routes)):
         return "over cluster means the native engine covers windows, blocks, columns, and routes to the same clusters"
     return ""
 
@@ -87,10 +87,12 @@ class Engine:
     def rep(self) -> int:
         return self.query.shape[1] // self.key.shape[1]
 
-    def cluster(self, ctx: Context, clusters: int, iterations: int, chunk: int = 0) -> Tensor:
-        """Labels (G, M): k-means over the visible keys, or inside each chunk of them."""
+    def cluster(self, ctx: Context, clusters: int, iterations: int, chunk: int = 0, rows: Tensor | None = None) -> Tensor:
+        """Labels (G, M): k-means over the visible keys, or inside each chunk of them; or over `rows` (G, M, D) in their place."""
         key, mask = self.key, ctx.key_mask
-        if mask is not None and self.rep > 1:
+        if rows is not None:
+            key = rows.unflatten(0, self.query.shape[:2])
+        elif mask is not None and self.rep > 1:
             key = key.repeat_interleave(self.rep, 1)  # heads that share keys may hide different ones
         label = cluster_op(key, mask, clusters, iterations, chunk, self.isa)
         return label if label.shape[0] == ctx.groups else label.view(key.shape[0], -1, ctx.m).repeat_interleave(self.rep, 1).flatten(0, 1)
@@ -102,7 +104,8 @@ class Engine:
     def routes(self, ctx: Context, layer: Routes) -> Buckets:
         """The labels that the attention itself would find."""
         numbers = [layer.nodes, layer.top, -1 if layer.keys is None else layer.keys, layer.chunk]
-        label = routes_op(self.query, self.key, ctx.key_mask, layer.k_label, numbers, ctx.causal, self.scale, self.isa)
+        fitted = [layer.offset, layer.worth, layer.least]
+        label = routes_op(self.query, self.key, ctx.key_mask, layer.k_label, numbers, ctx.causal, self.scale, self.isa, *fitted)
         return Buckets(label, layer.k_label)
 
 
@@ -138,6 +141,7 @@ def _layer(x: Layer, keep: list[Tensor]) -> library.Layer:
             k = lend(x.k_label)
             out.k_label, out.k_groups, out.nodes, out.top = pointer(k), k.shape[0], x.nodes, x.top
             out.keys, out.chunk = -1 if x.keys is None else x.keys, x.chunk
+            out.offset, out.worth, out.least = (pointer(None if t is None else lend(t)) for t in (x.offset, x.worth, x.least))
     return out
 
 
@@ -158,6 +162,9 @@ def _prepare(call: NativeCall, keep: list[Tensor]) -> library.Call:
         node = low.node.contiguous()
         keep.append(node)
         s.node, s.node_groups, s.nodes, s.chunk, s.inner = pointer(node), node.shape[0], low.nodes, low.chunk, low.inner
+        offsets = [None if t is None else t.contiguous() for t in (low.offset, low.offset_in)]
+        keep += [t for t in offsets if t is not None]
+        s.offset, s.offset_in = map(pointer, offsets)
     return s
 
 
@@ -233,12 +240,24 @@ def columns_op(
 
 
 @torch.library.custom_op("scatterbrain::native_routes", mutates_args=())
-def routes_op(query: Tensor, key: Tensor, mask: Tensor | None, k_label: Tensor, numbers: list[int], causal: bool, scale: float, isa: str) -> Tensor:
+def routes_op(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    k_label: Tensor,
+    numbers: list[int],
+    causal: bool,
+    scale: float,
+    isa: str,
+    offset: Tensor | None = None,
+    worth: Tensor | None = None,
+    least: Tensor | None = None,
+) -> Tensor:
     nodes, top, keys, chunk = numbers
     keep: list[Tensor] = []
     mask = None if mask is None else mask.contiguous()
     call = _struct(query, key, None, mask, causal, scale)
-    layer = _layer(Routes(k_label, nodes, top, None if keys < 0 else keys, chunk), keep)
+    layer = _layer(Routes(k_label, nodes, top, None if keys < 0 else keys, chunk, offset, worth, least), keep)
     call.layers_n, call.layers = 1, (library.Layer * 1)(layer)
     label = torch.empty(query.shape[0] * query.shape[1], query.shape[2], top, dtype=torch.int64)
     library.run(isa, "sb_routes", ctypes.byref(call), pointer(label))

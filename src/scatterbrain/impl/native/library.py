@@ -35,6 +35,7 @@ class Layer(Structure):
         ("q_label", c_void_p),
         ("k_label", c_void_p),
         *((name, c_int64) for name in ("q_groups", "k_groups", "visits", "nodes", "top", "keys", "chunk")),
+        *((name, c_void_p) for name in ("offset", "worth", "least")),
     ]
 
 
@@ -52,6 +53,8 @@ class Call(Structure):
         ("log_psi", c_void_p),
         ("node", c_void_p),
         *((name, c_int64) for name in ("node_groups", "nodes", "chunk", "inner")),
+        ("offset", c_void_p),
+        ("offset_in", c_void_p),
         *((name, c_void_p) for name in ("log_scale", "denominator", "lost", "inverse", "delta")),
         *((name, Array) for name in ("d_out", "d_q", "d_k", "d_v")),
         ("d_phi", c_void_p),

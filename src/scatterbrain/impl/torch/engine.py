@@ -63,7 +63,8 @@ class Call:
 
 def _take_low_rank(low: LowRank, a: int, b: int) -> LowRank:
     if isinstance(low, Means):
-        return Means(low.node[a:b], low.nodes, low.order, low.chunk, low.inner)
+        offsets = (None if t is None else t[a:b] for t in (low.offset, low.offset_in))
+        return Means(low.node[a:b], low.nodes, low.order, low.chunk, low.inner, *offsets)
     signs = (None if s is None else s[a:b] for s in (low.sign_phi, low.sign_psi))
     return Features(low.log_phi[a:b], low.log_psi[a:b], *signs)
 

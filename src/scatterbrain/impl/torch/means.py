@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...lowrank import Means
+from ...partial import finite
 from ...selection import Buckets, Layer
 from .pairs import Dropout, MeanFaces, PairWork, Rows, Table
 from .tiles import LARGEST_TABLE, Tiles, label_table, tiles_at_once
@@ -19,29 +20,40 @@ class Nodes:
     """Means of one level: what queries see (`table`, one row a node) and what stands for a key (`face`, one row a key)."""
 
     of_key: Tensor  # (G * M,) flat node of each key, the spare last one for none
-    count: Tensor  # (nodes + 1,)
+    share: Tensor  # (G * M, 1) of each key in its node's mean
     table: Table
     face: Table
 
 
-def build(keys: Table, node: Tensor, nodes: int, order: int, dropped: Tensor) -> Nodes:
-    """node (G, M) in 0..nodes-1 or -1; `dropped` are the values under dropout."""
+def build(keys: Table, node: Tensor, nodes: int, order: int, dropped: Tensor, log_weight: Tensor | None) -> Nodes:
+    """node (G, M) in 0..nodes-1 or -1; `dropped` are the values under dropout; keys weigh exp(log_weight (G, M))."""
     groups = node.shape[0]
     offset = torch.arange(groups, device=node.device)[:, None] * nodes
     spare = groups * nodes
     of_key = torch.where(node < 0, spare, node + offset).flatten()
-    count = torch.bincount(of_key, minlength=spare + 1).to(keys.key.dtype)
-    count[spare] = 0
-    share = torch.where(count > 0, 1 / count.clamp(min=1), 0.0)[:, None]
+    log_mass, share = _masses(of_key, spare, keys.key, None if log_weight is None else log_weight.flatten())
 
     def mean(x: Tensor) -> Tensor:
-        return x.new_zeros(spare + 1, x.shape[1]).index_add_(0, of_key, x) * share
+        return x.new_zeros(spare + 1, x.shape[1]).index_add_(0, of_key, x * share)
 
     mu = mean(keys.key)
     var = mean((keys.key - mu.index_select(0, of_key)).square()) if order == 2 else None
-    table = Table(mu, mean(dropped), nodes, torch.log(count), var)
+    table = Table(mu, mean(dropped), nodes, log_mass, var)
     var_of_key = None if var is None else var.index_select(0, of_key)
-    return Nodes(of_key, count, table, Table(mu.index_select(0, of_key), keys.value, keys.per_group, None, var_of_key))
+    own = None if log_weight is None else log_weight.flatten().to(mu.dtype)
+    return Nodes(of_key, share, table, Table(mu.index_select(0, of_key), keys.value, keys.per_group, own, var_of_key))
+
+
+def _masses(of_key: Tensor, spare: int, like: Tensor, offset: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Each node's log mass, -inf where it is empty, and each key's share of it; the spare node has none."""
+    if offset is None:
+        offset = like.new_zeros(of_key.shape)
+    offset = offset.to(like.dtype)
+    top = finite(like.new_full((spare + 1,), -torch.inf).scatter_reduce_(0, of_key, offset, "amax"))
+    weight = torch.exp(offset - top.index_select(0, of_key)).masked_fill(of_key == spare, 0.0)
+    mass = like.new_zeros(spare + 1).index_add_(0, of_key, weight)
+    share = weight / torch.where(mass > 0, mass, 1.0).index_select(0, of_key)
+    return torch.log(mass) + top, share[:, None]
 
 
 def give_back(nodes: Nodes, keys: Table, keep: Tensor | None) -> None:
@@ -49,14 +61,13 @@ def give_back(nodes: Nodes, keys: Table, keep: Tensor | None) -> None:
     table, face = nodes.table, nodes.face
     assert table.d_key is not None and face.d_key is not None and table.d_value is not None
     assert keys.d_key is not None and keys.d_value is not None
-    share = torch.where(nodes.count > 0, 1 / nodes.count.clamp(min=1), 0.0)[:, None]
-    d_mean = table.d_key.index_add_(0, nodes.of_key, face.d_key) * share
-    keys.d_key += d_mean.index_select(0, nodes.of_key)
+    d_mean = table.d_key.index_add_(0, nodes.of_key, face.d_key)
+    keys.d_key += d_mean.index_select(0, nodes.of_key) * nodes.share
     if table.d_var is not None and face.d_var is not None:
         # the mean of squares around the mean: its derivative by the mean itself vanishes
-        d_var = (table.d_var.index_add_(0, nodes.of_key, face.d_var) * share).index_select(0, nodes.of_key)
+        d_var = table.d_var.index_add_(0, nodes.of_key, face.d_var).index_select(0, nodes.of_key) * nodes.share
         keys.d_key += 2 * d_var * (keys.key - table.key.index_select(0, nodes.of_key))
-    d_value = (table.d_value * share).index_select(0, nodes.of_key)
+    d_value = table.d_value.index_select(0, nodes.of_key) * nodes.share
     keys.d_value += d_value if keep is None else d_value * keep
 
 
@@ -69,11 +80,11 @@ class MeanBranch:
         self.keep = None if dropout is None else dropout.keys(rows.size).reshape(-1, 1).to(keys.value.dtype)
         dropped = keys.value if self.keep is None else keys.value * self.keep
         node = means.node.expand(rows.size.groups, -1)
-        self.levels = [build(keys, node, means.nodes, means.order, dropped)]
+        self.levels = [build(keys, node, means.nodes, means.order, dropped, means.offset)]
         if means.chunk:
             position = torch.arange(rows.size.m, device=node.device) // means.inner
             blocks = torch.where(node < 0, -1, position)
-            self.levels.append(build(keys, blocks, -(-rows.size.m // means.inner), means.order, dropped))
+            self.levels.append(build(keys, blocks, -(-rows.size.m // means.inner), means.order, dropped, means.offset_in))
         inner = self.levels[1].face if means.chunk else None
         # a key alone stands for itself under the key's dropout, as the rest of the total does
         there = torch.zeros_like(keys.key[:, 0]).masked_fill(node.flatten() < 0, -torch.inf)
@@ -138,6 +149,8 @@ class MeanBranch:
             part = tiles.cut(start, start + step)
             seen = (part.k >= 0) & ~torch.isneginf(table.bias.index_select(0, table.rows(part)).view_as(part.k))  # type: ignore[union-attr]
             mask = seen[:, None] if own is None else seen[:, None] & own
+            if self.means.offset is not None:  # a bias of any size would overflow in the spare row, whose reference is none
+                mask = mask & (part.q >= 0)[..., None]
             if self.routed is not None and table is self.levels[0].table:
                 row = (part.group * self.rows.size.n + part.q.clamp(min=0)).flatten()
                 nodes = self.routed.index_select(0, row).view(*part.q.shape, -1)

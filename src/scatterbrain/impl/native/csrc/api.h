@@ -24,6 +24,7 @@ struct SbLayer {
     const int64_t *q_label, *k_label;         // buckets: (q_groups, N, visits), (k_groups, M); routes: k_label alone
     int64_t q_groups, k_groups, visits;       //
     int64_t nodes, top, keys, chunk;          // routes; keys < 0 for no limit; chunk > 0 when causal
+    const float *offset, *worth, *least;      // routes, or null: keys' log weights (G, M); (G, nodes) and (G, N): see selection.py
 };
 
 struct SbCall {
@@ -39,6 +40,7 @@ struct SbCall {
     const float *log_phi, *log_psi;
     const int64_t* node;
     int64_t node_groups, nodes, chunk, inner;
+    const float *offset, *offset_in;          // log weights of keys (G, M) in their cluster and inner block, or null
     // what the forward pass leaves: (G, N)
     float *log_scale, *denominator;
     uint8_t* lost;                            // rows whose low-rank sum lost too many digits

@@ -398,15 +398,14 @@ static void finish_backward(Head& h, std::vector<KeyGrads>& parts, int pieces) {
     float *dk = join(&KeyGrads::k, static_cast<int64_t>(h.m) * h.dp), *dv = join(&KeyGrads::v, static_cast<int64_t>(h.m) * h.ep);
     if (h.with_means()) {
         const float *dmu = join(&KeyGrads::mu, static_cast<int64_t>(h.total) * h.dp), *dmean = join(&KeyGrads::mean, static_cast<int64_t>(h.total) * h.ep);
-        const auto hand = [&](int j, int node) {
-            const float by = h.inv_count.data()[node];
+        const auto hand = [&](int j, int node, float by) {
             for (int t = 0; t < h.dp; ++t) dk[static_cast<int64_t>(j) * h.dp + t] += dmu[static_cast<int64_t>(node) * h.dp + t] * by;
             for (int t = 0; t < h.ep; ++t) dv[static_cast<int64_t>(j) * h.ep + t] += dmean[static_cast<int64_t>(node) * h.ep + t] * by;
         };
         for (int j = 0; j < h.m; ++j) {
             if (c.node[(c.node_groups > 1 ? h.g : 0) * h.m + j] < 0 || (h.ok && !h.ok[j])) continue;
-            hand(j, h.face[j]);
-            if (h.natural.face_in) hand(j, h.face_in[j]);
+            hand(j, h.face[j], h.inv.data()[j]);
+            if (h.natural.face_in) hand(j, h.face_in[j], h.inv_in.data()[j]);
         }
     }
     for (int i = 0; i < h.n; ++i)

@@ -121,7 +121,9 @@ struct Head {
     Buffer psi, phi, rho, psi_t;
     // nodes: those of the clusters, then those of the inner blocks
     int nodes = 0, pad = 0, total = 0, per_chunk = 0;
-    Buffer mu, mu_t, mean, mean_t, mean_pairs, log_count, count, inv_count, inv, inv_in;
+    Buffer mu, mu_t, mean, mean_t, mean_pairs, log_count, count, mass, inv, inv_in, worth;  // log_count: of the weights; inv: a key's share of its node
+    std::vector<float> peak;                                                     // the largest log weight of a node's keys
+    float heaviest_key = 0;                                                      // largest absolute log weight
     std::vector<int> face, face_in;
     // results; a row's denominator is kept in W parts
     Buffer out, ref, den, before;
@@ -134,7 +136,7 @@ struct Head {
     float steady_reference(int i) const {
         constexpr float SMALL = 80.0f;
         if (with_features()) return NONE;
-        const float bound = std::sqrt(squares(q.row(i), d)) * longest * std::fabs(call.scale), counts = std::log(static_cast<float>(m));
+        const float bound = std::sqrt(squares(q.row(i), d)) * longest * std::fabs(call.scale) + heaviest_key, counts = std::log(static_cast<float>(m));
         return 2 * bound + counts < SMALL ? bound + counts : NONE;
     }
 
@@ -286,43 +288,70 @@ struct Head {
         pad = round_up(nodes, W);
         total = pad + round_up(blocks_in, W) + W;
         per_chunk = chunk() ? nodes / ((m + chunk() - 1) / chunk()) : 0;
+        const float* off = call.node ? call.offset : route->offset;
+        const float* off_in = inner ? call.offset_in : nullptr;
+        off = off ? off + g * m : nullptr, off_in = off_in ? off_in + g * m : nullptr;
+        find_peaks(label, off, off_in, inner);
         face.assign(round_up(m, W) + W, 0);
         float* size = count.cleared(total);
+        mass.cleared(total);
         float* mk = mu.cleared(static_cast<int64_t>(total) * dp);
         float* mv = mean.cleared(static_cast<int64_t>(total) * ep);
         for (int j = 0; j < m; ++j) {
             const int c = !ok || ok[j] ? static_cast<int>(label[j]) : -1;
             face[j] = std::max(0, c);
-            if (c >= 0) add_key(j, c, size, mk, mv);
+            if (c >= 0) add_key(j, c, off, size, mk, mv);
         }
         if (inner) {
             face_in.assign(round_up(m, W) + W, 0);
             for (int j = 0; j < m; ++j) {
                 face_in[j] = pad + j / inner;
-                if (label[j] >= 0 && (!ok || ok[j])) add_key(j, face_in[j], size, mk, mv);
+                if (label[j] >= 0 && (!ok || ok[j])) add_key(j, face_in[j], off_in, size, mk, mv);
             }
         }
-        finish_nodes(size, mk, mv);
+        finish_nodes(mk, mv, off, off_in);
+        if (route && route->worth) {
+            float* w = worth.cleared(pad);
+            std::memcpy(w, route->worth + g * nodes, nodes * sizeof(float));
+        }
         natural.face = face.data(), natural.inv = inv.data();
         if (inner) natural.face_in = face_in.data(), natural.inv_in = inv_in.data();
     }
 
-    void add_key(int j, int c, float* size, float* mk, float* mv) const {
+    // Weights are taken relative to the largest of their node, so that none overflows.
+    void find_peaks(const int64_t* label, const float* off, const float* off_in, int inner) {
+        peak.assign(total, off || off_in ? NONE : 0.0f);
+        heaviest_key = 0;
+        if (!off && !off_in) return;
+        for (int j = 0; j < m; ++j) {
+            if (label[j] < 0 || (ok && !ok[j])) continue;
+            const float a = off ? off[j] : 0.0f, b = off_in ? off_in[j] : 0.0f;
+            peak[label[j]] = std::max(peak[label[j]], a);
+            if (inner) peak[pad + j / inner] = std::max(peak[pad + j / inner], b);
+            heaviest_key = std::max({heaviest_key, std::fabs(a), std::fabs(b)});
+        }
+    }
+    float weight_of(int j, int c, const float* off) const { return off ? exp_of(off[j] - peak[c]) : 1.0f; }
+
+    void add_key(int j, int c, const float* off, float* size, float* mk, float* mv) {
+        const float w = weight_of(j, c, off);
         size[c] += 1;
+        mass.data()[c] += w;
         const float* x = k.row(j);
         float* to = mk + static_cast<int64_t>(c) * dp;
-        for (int t = 0; t < d; ++t) to[t] += x[t];
+        for (int t = 0; t < d; ++t) to[t] += w * x[t];
         if (!with_means()) return;
         const float* y = v.row(j);
         to = mv + static_cast<int64_t>(c) * ep;
-        for (int t = 0; t < ep; t += W) store(to + t, load(to + t) + load(y + t));
+        for (int t = 0; t < ep; t += W) store(to + t, load(to + t) + load(y + t) * w);
     }
 
-    void finish_nodes(const float* size, float* mk, float* mv) {
-        float *lc = log_count.get(total), *ic = inv_count.get(total);
+    void finish_nodes(float* mk, float* mv, const float* off, const float* off_in) {
+        float* lc = log_count.get(total);
+        std::vector<float> ic(total);
         for (int c = 0; c < total; ++c) {
-            const float by = size[c] > 0 ? 1 / size[c] : 0.0f;
-            lc[c] = size[c] > 0 ? std::log(size[c]) : NONE;
+            const float sum = mass.data()[c], by = sum > 0 ? 1 / sum : 0.0f;
+            lc[c] = sum > 0 ? std::log(sum) + peak[c] : NONE;
             ic[c] = by;
             for (int t = 0; t < dp; ++t) mk[static_cast<int64_t>(c) * dp + t] *= by;
             if (with_means())
@@ -333,10 +362,10 @@ struct Head {
         if (grad && with_means()) pack([&](int c) { return mv + static_cast<int64_t>(c) * ep; }, total, e, 1.0f, mean_t.get(static_cast<int64_t>(round_up(total, W)) * e));
         const int wide = round_up(m, W) + W;
         float* by_key = inv.cleared(wide);
-        for (int j = 0; j < m; ++j) by_key[j] = ic[face[j]];
+        for (int j = 0; j < m; ++j) by_key[j] = peak[face[j]] == NONE ? 0.0f : ic[face[j]] * weight_of(j, face[j], off);
         if (!face_in.empty() && static_cast<int>(face_in.size()) == wide) {
             float* by_in = inv_in.cleared(wide);
-            for (int j = 0; j < m; ++j) by_in[j] = ic[face_in[j]];
+            for (int j = 0; j < m; ++j) by_in[j] = peak[face_in[j]] == NONE ? 0.0f : ic[face_in[j]] * weight_of(j, face_in[j], off_in);
         }
     }
 

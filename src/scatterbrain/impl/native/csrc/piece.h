@@ -148,9 +148,12 @@ protected:
     void choose(int a, int z) {
         const Span s = span(a, z);
         const float keys = h.route->keys < 0 ? -NONE : static_cast<float>(h.route->keys);
+        const float* least = h.route->worth ? h.route->least + h.g * h.n : nullptr;
+        const int top = static_cast<int>(taken.size()) - 1;
         for (int i = a; i < z; ++i) {
             const float* x = row_of(i);
-            const int got = router.take(x, h.count.data(), s.wide, best[i - a], static_cast<int>(taken.size()) - 1, keys, taken.data());
+            const int got = least ? router.above(x, h.worth.data(), s.wide, best[i - a], least[i], top, taken.data())
+                                  : router.take(x, h.count.data(), s.wide, best[i - a], top, keys, taken.data());
             for (int t = 0; t < got; ++t) visits.push_back(static_cast<int>(taken[t]));
             visit_start.push_back(static_cast<int>(visits.size()));
         }

@@ -345,6 +345,32 @@ public:
         }
     }
 
+    // Those whose log share of the row's weight, plus what a share of theirs is worth, reaches `least`; the `top` best of them.
+    int above(const float* score, const float* worth, int wide, float best, float least, int top, int64_t* out) {
+        if (best == NONE) return 0;
+        vf sum = zero();
+        for (int c = 0; c < wide; c += W) sum += exp_of(load(score + c) - best);
+        const float level = least + best + std::log(sum_of(sum));
+        few_.clear();
+        for (int c = 0; c < wide; c += W) {
+            const vf y = load(score + c);
+            const vi in = (y > all(NONE)) & (y + load(worth + c) >= all(level));
+            if (!any(in)) continue;
+            for (int l = 0; l < W; ++l)
+                if (in[l]) few_.push_back(c + l);
+        }
+        if (static_cast<int>(few_.size()) > top) {
+            const auto more = [&](int a, int b) {
+                const float x = score[a] + worth[a], y = score[b] + worth[b];
+                return x > y || (x == y && a < b);
+            };
+            std::nth_element(few_.begin(), few_.begin() + top, few_.end(), more);
+            few_.resize(top);
+        }
+        std::copy(few_.begin(), few_.end(), out);
+        return static_cast<int>(few_.size());
+    }
+
 private:
     struct Cut {
         float mass;
