@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from . import __version__
+from . import __version__, cli_analyze
 from .lab.extras import LabError
 
 
@@ -30,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_bench(commands)
+    cli_analyze.add(commands, _Help)
     return top
 
 
@@ -120,7 +121,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         hidden = action.default in (None, argparse.SUPPRESS)
         if isinstance(action.default, tuple):
-            return f"{action.help} (default: {' '.join(action.default)})"
+            return f"{action.help} (default: {' '.join(map(str, action.default))})"
         return action.help if hidden else super()._get_help_string(action)
 
 
