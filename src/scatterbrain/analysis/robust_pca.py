@@ -15,7 +15,9 @@ from ..errors import require
 from .checks import check_matrix
 from .oracles import Split, rank_cost, relative_error, top_k, truncated_svd
 
-GROWTH, FARTHEST = 1.5, 1e7
+GROWTHS = (1.2, 1.05, 1.01)  # of the penalty; 1.5 is usual, and stops short of the optimum where recovery is hard
+FARTHEST = 1e7
+GAP = 1e-3
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-5}
 Tick = Callable[[int, float], None]
 
@@ -23,7 +25,7 @@ Tick = Callable[[int, float], None]
 @dataclass(frozen=True, kw_only=True)
 class Pursuit:
     """low_rank and sparse (..., N, M). residual is |M - L - S| / |M|, gap the relative duality gap: both bound how far the
-    answer is from the optimum, whatever happened on the way."""
+    answer is from the optimum, whatever happened on the way; converged says that both are small."""
 
     low_rank: Tensor
     sparse: Tensor
@@ -51,17 +53,50 @@ def usual_weight(matrix: Tensor) -> float:
 
 
 def robust_pca(
-    matrix: Tensor, weight: float | None = None, *, tolerance: float | None = None, iterations: int = 200, tick: Tick | None = None
+    matrix: Tensor,
+    weight: float | None = None,
+    *,
+    tolerance: float | None = None,
+    gap: float = GAP,
+    growths: tuple[float, ...] = GROWTHS,
+    iterations: int = 1000,
+    tick: Tick | None = None,
 ) -> Pursuit:
-    """Principal component pursuit. `weight` is lambda; `tick` hears of each iteration and the worst residual."""
+    """Principal component pursuit. `weight` is lambda; `tick` hears of each iteration and the worst residual.
+
+    A penalty that grows fast makes L + S = M long before the objective is least: a feasible answer, and a wrong one. The
+    duality gap tells, and matrices whose gap is above `gap` are done again with the next, slower growth.
+    """
     check_matrix(matrix)
     known = matrix.dtype in TOLERANCE
     require(known, "matrix", "be float32 or float64", matrix.dtype, "cast it: singular values need the precision")
     weight = usual_weight(matrix) if weight is None else weight
     require(weight > 0, "weight", "be positive", weight, "pass 1 / sqrt(max(N, M))")
+    require(bool(growths) and min(growths) > 1, "growths", "be above 1", growths, "pass (1.2, 1.05, 1.01)")
     tolerance = TOLERANCE[matrix.dtype] if tolerance is None else tolerance
     flat = matrix.flatten(0, -3) if matrix.dim() > 2 else matrix[None]
-    state = _State(flat, weight)
+    done = _pursue(flat, weight, tolerance, growths[0], iterations, tick)
+    for growth in growths[1:]:
+        again = torch.nonzero(done.gap > gap).flatten()
+        if not len(again):
+            break
+        redone = _pursue(flat[again], weight, tolerance, growth, iterations, tick)
+        for name in ("low_rank", "sparse", "residual", "gap"):
+            getattr(done, name)[again] = getattr(redone, name)
+        done.iterations[again] += redone.iterations
+    shape = matrix.shape[:-2]
+    return Pursuit(
+        low_rank=done.low_rank.view_as(matrix),
+        sparse=done.sparse.view_as(matrix),
+        residual=done.residual.view(shape),
+        gap=done.gap.view(shape),
+        iterations=done.iterations.view(shape),
+        converged=((done.residual <= tolerance) & (done.gap <= gap)).view(shape),
+    )
+
+
+def _pursue(flat: Tensor, weight: float, tolerance: float, growth: float, iterations: int, tick: Tick | None) -> Pursuit:
+    state = _State(flat, weight, growth)
     count = torch.zeros(flat.shape[0], dtype=torch.int64, device=flat.device)
     for step in range(1, iterations + 1):
         active = torch.nonzero(state.residual > tolerance).flatten()
@@ -71,23 +106,15 @@ def robust_pca(
         count[active] = step
         if tick:
             tick(step, float(state.residual.max()))
-    shape = matrix.shape[:-2]
-    gap = state.gap()
-    return Pursuit(
-        low_rank=state.low.view_as(matrix),
-        sparse=state.sparse.view_as(matrix),
-        residual=state.residual.view(shape),
-        gap=gap.view(shape),
-        iterations=count.view(shape),
-        converged=(state.residual <= tolerance).view(shape),
-    )
+    below = state.residual <= tolerance
+    return Pursuit(low_rank=state.low, sparse=state.sparse, residual=state.residual, gap=state.gap(), iterations=count, converged=below)
 
 
 class _State:
     """All matrices (G, N, M) at once; a step touches those that have not converged."""
 
-    def __init__(self, matrix: Tensor, weight: float) -> None:
-        self.matrix, self.weight = matrix, weight
+    def __init__(self, matrix: Tensor, weight: float, growth: float) -> None:
+        self.matrix, self.weight, self.growth = matrix, weight, growth
         self.norm = matrix.flatten(1).norm(dim=1)
         spectral = torch.linalg.svdvals(matrix)[:, 0]
         largest = matrix.abs().amax((1, 2))
@@ -107,7 +134,7 @@ class _State:
         left = matrix - low - sparse
         self.low[some], self.sparse[some] = low, sparse
         self.dual[some] = dual + mu * left
-        self.mu[some] = torch.minimum(self.mu[some] * GROWTH, self.farthest[some])
+        self.mu[some] = torch.minimum(self.mu[some] * self.growth, self.farthest[some])
         self.residual[some] = left.flatten(1).norm(dim=1) / self.norm[some]
 
     def gap(self) -> Tensor:

@@ -70,17 +70,16 @@ class KindErrors:
 
 
 def kind_errors(matrix: Tensor, entries: int) -> KindErrors:
-    """Of a symmetric matrix (n, n) at `entries` a row: rank entries / 2, `entries` keys, and half of each.
-
-    Low-rank and sparse are optimal; both is the better of half and half and of a sparse part with only a rank of one.
+    """Of a symmetric matrix (n, n) at `entries` a row. Low-rank (rank entries / 2) and sparse (`entries` keys) are optimal;
+    both is the best of those two and of an eighth, a half and all but one rank given to keys.
     """
-    require_int(entries, "entries", least=4)
+    require_int(entries, "entries", least=8)
     norm = float(matrix.norm())
     tail = symmetric_tail(matrix)
     squares = matrix.square().sort(-1).values
-    sparse = float(squares[:, : matrix.shape[-1] - entries].sum().sqrt())
-    splits = [(entries // 2, entries // 4), (entries - 2, 1)]
-    both = min(float(sparse_low_rank(matrix, k, r, iterations=12).error) for k, r in splits) * norm
+    sparse = float(squares[:, : max(0, matrix.shape[-1] - entries)].sum().sqrt())
+    keys = (entries // 8, entries // 2, entries - 2)
+    both = min(float(sparse_low_rank(matrix, k, (entries - k) // 2, iterations=12).error) for k in keys) * norm
     low = float(tail[min(entries // 2, len(tail) - 1)])
     return KindErrors(low_rank=low, sparse=sparse, both=min(both, low, sparse), norm=norm)
 
@@ -113,27 +112,12 @@ class Needs:
     both_error: float
 
 
-def needs(matrix: Tensor, target: float) -> Needs:
-    """Fewest parameters with Frobenius error at most `target`; `both` is a diagonal plus low rank."""
+def needs(matrix: Tensor, target: float, diagonal: float) -> Needs:
+    """Fewest parameters with Frobenius error at most `target`. `both` is what is left when `diagonal` is taken off the
+    diagonal, at its best rank, and those n numbers."""
     n = len(matrix)
-    rank = int((symmetric_tail(matrix) > target).sum())
     squares = matrix.flatten().square().sort().values.cumsum(0)
     kept = len(squares) - int((squares <= target**2).sum())
-    level = (float(matrix.sum()) - float(matrix.trace())) / (n * (n - 1))
-    # What a diagonal cannot reach: the rest with the diagonal that low rank explains best, the mean of the other entries.
-    rest = matrix.clone()
-    rest.fill_diagonal_(level)
-    rest_tail = symmetric_tail(_fitted(rest))
+    rest_tail = symmetric_tail(matrix - diagonal * torch.eye(n, dtype=matrix.dtype))
     both = int((rest_tail > target).sum())
-    return Needs(low_rank=n * rank, sparse=kept, both=n * (1 + both), both_error=float(rest_tail[min(both, n)]))
-
-
-def _fitted(rest: Tensor, power: int = 2) -> Tensor:
-    """The diagonal is free: a few times, replace it by the mean that the leading half of the spectrum gives it."""
-    for _ in range(power):
-        value, vector = torch.linalg.eigh(rest)
-        keep = value.abs() >= value.abs().median()
-        explained = (vector[:, keep].square() * value[keep]).sum(-1)
-        rest = rest.clone()
-        rest.diagonal().copy_(explained)
-    return rest
+    return Needs(low_rank=n * int((symmetric_tail(matrix) > target).sum()), sparse=kept, both=n * (1 + both), both_error=float(rest_tail[min(both, n)]))
