@@ -27,7 +27,8 @@ class TemperatureConfig:
     lengths: tuple[int, ...] = option((256, 512, 1024, 2048), "tokens; the recorded run goes to 4096")
     cluster_size: int = option(4, "tokens in a cluster")
     delta_factor: float = option(0.5, "delta is this over log(n)^(1/4)")
-    width_factor: float = option(4.0, "head width is this times log(n)^1.5")
+    width_factor: float = option(16.0, "head width is this times log(n)^1.5")
+    entries_factor: float = option(1.0, "stored entries a row are this times log(n)^2")
     seed: int = option(0, "of the draws")
     out: str = option("records", "folder for the record and the figures")
 
@@ -35,6 +36,7 @@ class TemperatureConfig:
         for n in self.lengths:
             require_int(n, "lengths", least=32)
         require(len(self.lengths) >= 2, "lengths", "name at least two, to fit an exponent", self.lengths, "pass 256 512 1024")
+        require(self.entries_factor >= 0.5, "entries_factor", "be at least 0.5", self.entries_factor, "pass 1")
         require(0 < self.delta_factor <= 1, "delta_factor", "lie in (0, 1]", self.delta_factor, "pass 0.5")
 
 
@@ -45,11 +47,11 @@ def cells(config: TemperatureConfig) -> Iterator[Cell]:
 
 
 def measure(config: TemperatureConfig, n: int, factor: float) -> dict[str, Any]:
-    """beta in units of log n. 2 (d + 1) entries a row and two clusters' worth, polylogarithmic in n: n^(1+o(1)) in all."""
+    """beta in units of log n. log(n)^2 entries a row are n^(1+o(1)) in all."""
     delta = config.delta_factor / math.log(n) ** 0.25
     d = math.ceil(config.width_factor * math.log(n) ** 1.5)
     z, label = unit(n, d, config.cluster_size, delta, config.seed)
-    beta, entries = factor * math.log(n), 2 * (d + 1) + 2 * config.cluster_size
+    beta, entries = factor * math.log(n), math.ceil(config.entries_factor * math.log(n) ** 2)
     # Everything is relative to exp(beta (1 - delta^2)), so that nothing overflows.
     matrix = torch.exp(beta * (z @ z.mT - (1 - delta**2)))
     found = analysis.kind_errors(matrix, entries)
@@ -87,7 +89,8 @@ def text(record: dict[str, Any]) -> list[str]:
     longest = max(record["config"]["lengths"])
     rows = [(f"beta = {f} log n", r["regime"], *(r["exponents"][k]["power"] for k in KINDS), r["peak"], *(r["over_n"][k] for k in KINDS)) for f, r in found.items()]
     headings = ("", "regime", "low-rank", "sparse", "both", "peak", "low-rank / n", "sparse / n", "both / n")
-    said = f"Frobenius error at 2 (d + 1) + 2 clusters' entries a row: exponents in n (peak: that of exp(beta (1 - delta^2))), and error / n at n = {longest:,}"
+    times = f"{record['config']['entries_factor']:g} log(n)^2"
+    said = f"Frobenius error at {times} entries a row: exponents in n (peak: that of exp(beta (1 - delta^2))), and error / n at n = {longest:,}"
     relative = [(f"beta = {f} log n", *(r["relative"][k] for k in KINDS), *(r["over_peak"][k] for k in KINDS)) for f, r in found.items()]
     more = f"At n = {longest:,}: relative error, and error over exp(beta (1 - delta^2))"
     names = ("low-rank", "sparse", "both")
@@ -115,7 +118,7 @@ def plate(record: dict[str, Any]) -> Plate:
     peak = Series(name="exp(beta (1 - delta^2))", x=list(map(float, record["summary"])), y=[r["peak"] for r in record["summary"].values()], kind="rule")
     panels.append(Panel(title="fitted exponents", x="beta / log n", y="error ~ n^", series=(*powers, peak)))
     caption = (
-        "Process 1 on the unit sphere, matrix exp(beta Z Z'), 2 (d + 1) + 2 clusters' stored entries a row, d ~ log(n)^1.5. Theorem 1: at high temperature low-rank stays below eps n and "
+        "Process 1 on the unit sphere, matrix exp(beta Z Z'), about log(n)^2 stored entries a row. Theorem 1: at high temperature low-rank stays below eps n and "
         "sparse grows as n; in the middle only both together stay below eps n; at low temperature sparse stays below eps exp(beta (1 - delta^2))."
     )
     return Plate(title="Theorem 1: softmax temperature and what approximates", caption=caption, panels=tuple(panels), columns=3)
