@@ -52,7 +52,7 @@ def relative_error(got: Tensor, true: Tensor) -> Tensor:
 
 def top_k(matrix: Tensor, keys: int) -> Tensor:
     """The `keys` entries of each row that are largest in magnitude; zero elsewhere. The best sparse matrix with such rows."""
-    require(0 <= keys, "keys", "be at least 0", keys, "pass entries a row")
+    require(keys >= 0, "keys", "be at least 0", keys, "pass entries a row")
     if keys >= matrix.shape[-1]:
         return matrix.clone()
     if keys == 0:
@@ -63,7 +63,7 @@ def top_k(matrix: Tensor, keys: int) -> Tensor:
 
 def truncated_svd(matrix: Tensor, rank: int) -> Tensor:
     """The best matrix of so low a rank (Eckart, Young, Mirsky)."""
-    require(0 <= rank, "rank", "be at least 0", rank, "pass a number of singular values")
+    require(rank >= 0, "rank", "be at least 0", rank, "pass a number of singular values")
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
     return (u[..., :rank] * s[..., None, :rank]) @ v[..., :rank, :]
 

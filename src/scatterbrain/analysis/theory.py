@@ -120,4 +120,6 @@ def needs(matrix: Tensor, target: float, diagonal: float) -> Needs:
     kept = len(squares) - int((squares <= target**2).sum())
     rest_tail = symmetric_tail(matrix - diagonal * torch.eye(n, dtype=matrix.dtype))
     both = int((rest_tail > target).sum())
-    return Needs(low_rank=n * int((symmetric_tail(matrix) > target).sum()), sparse=kept, both=n * (1 + both), both_error=float(rest_tail[min(both, n)]))
+    return Needs(
+        low_rank=n * int((symmetric_tail(matrix) > target).sum()), sparse=kept, both=n * (1 + both), both_error=float(rest_tail[min(both, n)])
+    )

@@ -91,7 +91,7 @@ def measure(heads: Heads, layer: int, head: int, budget: float) -> dict[str, Any
     mixed, mixing = timed(lambda: analysis.mixes(matrix, entries, SHARES), 1)
     rows = {PCA: (float(cut.error), seconds), BEST: (float(mixed.best), mixing)}
     q, k = heads.pair(layer, head)
-    value = torch.randn(q.shape[:2] + (k.shape[2], q.shape[3]), generator=torch.Generator().manual_seed(0))
+    value = torch.randn((*q.shape[:2], k.shape[2], q.shape[3]), generator=torch.Generator().manual_seed(0))
     for name, method in methods(round(entries), heads.causal, budget).items():
         got = analysis.weights(q, k, heads.scale, heads.causal, **method)[0, 0]
         _, taken = timed(functools.partial(forward, q, k, value, heads, method), REPEATS + 1)
@@ -161,7 +161,14 @@ def plate(record: dict[str, Any]) -> Plate:
     panels = []
     for data, found in record["summary"].items():
         dots = tuple(
-            Series(name=n, x=[1e3 * r["seconds"]], y=[r["error"]], kind="dots", colour=KIND.get(n) or (BOTH if "Scatter" in n else "#22282e"), labels=(n,))
+            Series(
+                name=n,
+                x=[1e3 * r["seconds"]],
+                y=[r["error"]],
+                kind="dots",
+                colour=KIND.get(n) or (BOTH if "Scatter" in n else "#22282e"),
+                labels=(n,),
+            )
             for n, r in found.items()
         )
         dots = tuple(Series(**{**vars(s), "name": ""}) for s in dots)

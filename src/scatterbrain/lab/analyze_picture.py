@@ -120,10 +120,16 @@ def plate(record: dict[str, Any]) -> Plate:
         keys = c["keys"]
         for part in PARTS:
             name = f"layer {c['layer']}, head {c['head']}: {part}" if part == "exact" else part
-            title = f"{name} (entropy {c['entropy']:.1f})" if part == "exact" else f"{NAMES[c['method']]}: {c['error']:.2f}" if part == "error" else name
+            title = (
+                f"{name} (entropy {c['entropy']:.1f})" if part == "exact" else f"{NAMES[c['method']]}: {c['error']:.2f}" if part == "error" else name
+            )
             z = c["parts"][part]
             most = max(abs(v) for row in z for v in row) or 1.0
-            heat = Heat(z=z, low=-most, high=most, signed=True) if part == "error" else Heat(z=z, low=1e-2 / keys, high=max(2 / keys, min(1.0, 50 / keys)), log=True)
+            heat = (
+                Heat(z=z, low=-most, high=most, signed=True)
+                if part == "error"
+                else Heat(z=z, low=1e-2 / keys, high=max(2 / keys, min(1.0, 50 / keys)), log=True)
+            )
             panels.append(Panel(title=title, heat=heat))
     for name in record["config"]["methods"]:
         some = [c for c in record["cells"].values() if c["kind"] == "branches" and c["method"] == name]
@@ -134,10 +140,10 @@ def plate(record: dict[str, Any]) -> Plate:
         dots = Series(name="", x=entropy, y=carried, kind="dots", colour=LOW_RANK)
         panels.append(Panel(title="against entropy", x="entropy, nats", y="low-rank branch", series=(dots,)))
     caption = (
-        "Each row of pictures is a head and a method: exact attention, its two branches, their sum, and the error (red: too much; the number: relative "
-        "error). Log colours from 0.01 / M; means over blocks. Below: the weight of a row that the low-rank branch carries, against what it ought to."
+        "Each row of pictures is a head and a method: exact attention, its two branches, their sum, and the error (red: too much; the number: "
+        "relative error). Log colours from 0.01 / M; means over blocks. Below: the weight of a row that the low-rank branch carries, against what it ought to."
     )
-    return Plate(title=f"Attention taken apart: {record['config']['data']}", caption=caption, panels=tuple(panels), columns=5)
+    return Plate(title=f"Attention taken apart: {record['config']['data']}", caption=caption, panels=tuple(panels), columns=5, shrink=0.62)
 
 
 STUDY = Study(

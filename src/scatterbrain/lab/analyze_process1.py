@@ -77,7 +77,9 @@ def member(config: Process1Config, n: int, factor: int) -> dict[str, Any]:
 
 def summarize(config: dict[str, Any], cells: dict[str, Any]) -> dict[str, Any]:
     some = [c for c in cells.values() if c["kind"] == "class"]
-    return {f"factor {f}": {name: [c[name] for c in some if c["factor"] == f] for name in ("n", "within", "diagonal", "across", "widest")} for f in WIDTHS}
+    return {
+        f"factor {f}": {name: [c[name] for c in some if c["factor"] == f] for name in ("n", "within", "diagonal", "across", "widest")} for f in WIDTHS
+    }
 
 
 def text(record: dict[str, Any]) -> list[str]:
@@ -92,8 +94,15 @@ def plate(record: dict[str, Any]) -> Plate:
     spheres = [c for c in record["cells"].values() if c["kind"] == "sphere"]
     some = [c for c in record["cells"].values() if c["kind"] == "class"]
     panels = [Panel(title=f"spread delta = {c['delta']:g}", cloud=Cloud(points=c["points"], group=c["group"])) for c in spheres]
-    for name, title in (("across", "across clusters, in [-delta, delta]"), ("within", "same cluster, in [1/l, 2 - 1/l]"), ("diagonal", "|z|^2 in [1/l, 2 - 1/l]")):
-        curves = [Series(name=f"d = {f} log(n)^1.5", x=[c["n"] for c in some if c["factor"] == f], y=[c[name] for c in some if c["factor"] == f]) for f in WIDTHS]
+    for name, title in (
+        ("across", "across clusters, in [-delta, delta]"),
+        ("within", "same cluster, in [1/l, 2 - 1/l]"),
+        ("diagonal", "|z|^2 in [1/l, 2 - 1/l]"),
+    ):
+        curves = [
+            Series(name=f"d = {f} log(n)^1.5", x=[c["n"] for c in some if c["factor"] == f], y=[c[name] for c in some if c["factor"] == f])
+            for f in WIDTHS
+        ]
         panels.append(Panel(title=title, x="tokens n", y="share of pairs", series=tuple(curves), log_x=True, y_range=(0, 1.05)))
     caption = "Above: clusters near the unit sphere for three spreads (colour: cluster). Below: how often single entries of Z Z' meet Matrix Class 1."
     return Plate(title="Process 1 and Matrix Class 1", caption=caption, panels=tuple(panels), columns=3)

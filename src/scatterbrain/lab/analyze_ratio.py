@@ -47,8 +47,9 @@ def method(kind: str, entries: int, share: float, seed: int, causal: bool) -> di
     if share == 0:
         return presets.performer(entries, seed=seed)
     if share == 1:
-        whole = {"local": presets.local, "reformer": presets.reformer, "smyrf": functools.partial(presets.smyrf, rounds=1)}
-        return whole[sparse](entries)
+        if sparse == "local":
+            return presets.local(entries)
+        return presets.reformer(entries) if sparse == "reformer" else presets.smyrf(entries, rounds=1, seed=seed)
     return presets.scatterbrain(entries, sparse=sparse, sparse_share=share, seed=seed)
 
 
@@ -92,7 +93,7 @@ def _summary(cells: list[dict[str, Any]], kind: str) -> dict[str, Any]:
 def text(record: dict[str, Any]) -> list[str]:
     out = []
     for data, found in record["summary"].items():
-        out += [f"{data}: mean error at each sparse share; heads where 3:1 is best, and where it is within 5% of the best; Spearman of entropy and best share"]
+        out += [f"{data}: mean error at each sparse share; heads where 3:1 is best, or within 5% of it; Spearman of entropy and best share"]
         rows = []
         for kind, (name, _) in KINDS.items():
             r = found[kind]
@@ -106,7 +107,13 @@ def plate(record: dict[str, Any]) -> Plate:
     panels = []
     for data, found in record["summary"].items():
         curves = tuple(Series(name=name, x=list(SHARES), y=found[kind]["mean"], colour=shade) for kind, (name, shade) in KINDS.items())
-        rule = Series(name="3:1", x=[0.75, 0.75], y=[min(min(found[k]["mean"]) for k in KINDS), max(max(found[k]["mean"]) for k in KINDS)], kind="rule", colour="#22282e")
+        rule = Series(
+            name="3:1",
+            x=[0.75, 0.75],
+            y=[min(min(found[k]["mean"]) for k in KINDS), max(max(found[k]["mean"]) for k in KINDS)],
+            kind="rule",
+            colour="#22282e",
+        )
         panels.append(Panel(title=f"{data}: mean error", x="sparse share of the budget", y="relative error", series=(*curves, rule), log_y=True))
     for data, found in record["summary"].items():
         entropy = [c["entropy"] for c in record["cells"].values() if c["data"] == data]

@@ -92,13 +92,20 @@ def text(record: dict[str, Any]) -> list[str]:
 
 
 def plate(record: dict[str, Any]) -> Plate:
-    labels = {"x": list(DENSITIES), "y": list(RANKS)}
-    panels = (
-        Panel(title="share of trials recovered", x="density of the sparse part", y="rank / n", heat=Heat(z=grid(record, "recovered"), low=0, high=1, numbers=True, **labels)),
-        Panel(title="iterations", x="density of the sparse part", y="rank / n", heat=Heat(z=grid(record, "iterations"), **labels)),
-    )  # fmt: skip
+    panels = tuple(
+        Panel(
+            title=title,
+            x="density of the sparse part",
+            y="rank / n",
+            heat=Heat(z=grid(record, name), x=list(DENSITIES), y=list(RANKS), low=0, high=high, numbers=True),
+        )
+        for name, title, high in (("recovered", "share of trials recovered", 1.0), ("iterations", "iterations", None))
+    )
     size = record["config"]["size"]
-    caption = f"Principal component pursuit on planted {size} x {size} matrices, lambda = 1 / sqrt(n); recovered: error of the low-rank part below {SUCCESS:g}."
+    caption = (
+        f"Principal component pursuit on planted {size} x {size} matrices, lambda = 1 / sqrt(n); "
+        f"recovered: error of the low-rank part below {SUCCESS:g}."
+    )
     return Plate(title="Robust PCA recovers planted sparse + low-rank matrices", caption=caption, panels=panels)
 
 

@@ -90,11 +90,15 @@ def text(record: dict[str, Any]) -> list[str]:
     out += table(("n", "width", *(v[0] for v in KINDS.values()), "their estimator / target"), rows)
     out += ["", "Example 2: parameters over n, by the error asked for (in units of n); overlap: largest off-diagonal logit over epsilon"]
     rows = [
-        (str(c["n"]), f"{t:g} n", *(c["targets"][f"{t:g}"][k] / c["n"] for k in KINDS), c["overlap"] / c["epsilon"]) for c in twos[-1:] for t in TARGETS
+        (str(c["n"]), f"{t:g} n", *(c["targets"][f"{t:g}"][k] / c["n"] for k in KINDS), c["overlap"] / c["epsilon"])
+        for c in twos[-1:]
+        for t in TARGETS
     ]
     out += table(("n", "error", *(v[0] for v in KINDS.values()), "overlap"), rows)
     out += ["", "Exponents of the number of parameters in n"]
-    fits = [(name, *(f"{r[k]['power']:.2f} +- {r[k]['error']:.2f}" for k in KINDS)) for name, r in record["summary"].items() if name.startswith("example")]
+    fits = [
+        (name, *(f"{r[k]['power']:.2f} +- {r[k]['error']:.2f}" for k in KINDS)) for name, r in record["summary"].items() if name.startswith("example")
+    ]
     return out + table(("", *(v[0] for v in KINDS.values())), fits)
 
 
@@ -111,7 +115,7 @@ def plate(record: dict[str, Any]) -> Plate:
         )
         panels.append(Panel(title=f"example 2: error {t:g} n", x="n", y="parameters", series=(*curves, full), log_x=True, log_y=True))
     caption = (
-        "Fewest stored numbers with which each kind reaches the error, found exactly (spectrum, sorted entries). Example 2's claim needs the constant: "
+        "Fewest stored numbers with which each kind reaches the error, found exactly (spectrum, sorted entries). Example 2 needs its constant: "
         "for an error above n the diagonal alone is enough, so that a sparse estimator needs n numbers, not n^2."
     )
     return Plate(title="Separation: parameters that each kind needs", caption=caption, panels=tuple(panels), columns=3)

@@ -145,10 +145,16 @@ def plate(record: dict[str, Any]) -> Plate:
         curves = tuple(
             Series(name=m, x=budgets, y=f["by_budget"], colour=shades[m]) for m, f in found.items() if any(v is not None for v in f["by_budget"])
         )
-        panels.append(Panel(title=f"{data}: error against budget", x="share of the entries", y="relative error", series=curves, log_x=True, log_y=True))
+        panels.append(
+            Panel(title=f"{data}: error against budget", x="share of the entries", y="relative error", series=curves, log_x=True, log_y=True)
+        )
         lengths = next(iter(found.values()))["lengths"]
-        curves = tuple(Series(name=m, x=lengths, y=f["by_length"], colour=shades[m]) for m, f in found.items() if any(v is not None for v in f["by_length"]))
-        panels.append(Panel(title=f"{data}: against length, budget {middle:g}", x="tokens", y="relative error", series=curves, log_x=True, log_y=True))
+        curves = tuple(
+            Series(name=m, x=lengths, y=f["by_length"], colour=shades[m]) for m, f in found.items() if any(v is not None for v in f["by_length"])
+        )
+        panels.append(
+            Panel(title=f"{data}: against length, budget {middle:g}", x="tokens", y="relative error", series=curves, log_x=True, log_y=True)
+        )
         some = [c for c in record["cells"].values() if (c["data"], c["n"], c["budget"]) == (data, max(lengths), middle) and "errors" in c]
         curves = tuple(
             Series(name=c["method"], x=[x for x, _ in pairs], y=[y for _, y in pairs], colour=shades[c["method"]])

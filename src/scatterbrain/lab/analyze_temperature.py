@@ -50,7 +50,7 @@ def measure(config: TemperatureConfig, n: int, factor: float) -> dict[str, Any]:
     """beta in units of log n. log(n)^2 entries a row are n^(1+o(1)) in all."""
     delta = config.delta_factor / math.log(n) ** 0.25
     d = math.ceil(config.width_factor * math.log(n) ** 1.5)
-    z, label = unit(n, d, config.cluster_size, delta, config.seed)
+    z, _label = unit(n, d, config.cluster_size, delta, config.seed)
     beta, entries = factor * math.log(n), math.ceil(config.entries_factor * math.log(n) ** 2)
     # Everything is relative to exp(beta (1 - delta^2)), so that nothing overflows.
     matrix = torch.exp(beta * (z @ z.mT - (1 - delta**2)))
@@ -87,7 +87,10 @@ def regime(cell: dict[str, Any]) -> str:
 def text(record: dict[str, Any]) -> list[str]:
     found = record["summary"]
     longest = max(record["config"]["lengths"])
-    rows = [(f"beta = {f} log n", r["regime"], *(r["exponents"][k]["power"] for k in KINDS), r["peak"], *(r["over_n"][k] for k in KINDS)) for f, r in found.items()]
+    rows = [
+        (f"beta = {f} log n", r["regime"], *(r["exponents"][k]["power"] for k in KINDS), r["peak"], *(r["over_n"][k] for k in KINDS))
+        for f, r in found.items()
+    ]
     headings = ("", "regime", "low-rank", "sparse", "both", "peak", "low-rank / n", "sparse / n", "both / n")
     times = f"{record['config']['entries_factor']:g} log(n)^2"
     said = f"Frobenius error at {times} entries a row: exponents in n (peak: that of exp(beta (1 - delta^2))), and error / n at n = {longest:,}"
@@ -112,14 +115,18 @@ def plate(record: dict[str, Any]) -> Plate:
         curves = tuple(Series(name=NAMES[k], x=sizes, y=y, colour=SHADES[k]) for k, y in zip(KINDS, over, strict=True))
         panels.append(Panel(title=f"{name}: beta = {factor:g} log n", x="n", y=f"error / {yard}", series=curves, log_x=True, log_y=True))
     powers = tuple(
-        Series(name=NAMES[k], x=list(map(float, record["summary"])), y=[r["exponents"][k]["power"] for r in record["summary"].values()], colour=SHADES[k])
+        Series(
+            name=NAMES[k], x=list(map(float, record["summary"])), y=[r["exponents"][k]["power"] for r in record["summary"].values()], colour=SHADES[k]
+        )
         for k in KINDS
     )
-    peak = Series(name="exp(beta (1 - delta^2))", x=list(map(float, record["summary"])), y=[r["peak"] for r in record["summary"].values()], kind="rule")
+    peak = Series(
+        name="exp(beta (1 - delta^2))", x=list(map(float, record["summary"])), y=[r["peak"] for r in record["summary"].values()], kind="rule"
+    )
     panels.append(Panel(title="fitted exponents", x="beta / log n", y="error ~ n^", series=(*powers, peak)))
     caption = (
-        "Process 1 on the unit sphere, matrix exp(beta Z Z'), about log(n)^2 stored entries a row. Theorem 1: at high temperature low-rank stays below eps n and "
-        "sparse grows as n; in the middle only both together stay below eps n; at low temperature sparse stays below eps exp(beta (1 - delta^2))."
+        "Process 1 on the unit sphere, matrix exp(beta Z Z'), about log(n)^2 stored entries a row. Theorem 1: at high temperature low-rank "
+        "stays below eps n and sparse grows as n; in the middle only both together stay below eps n; at low temperature sparse stays below eps exp(beta (1 - delta^2))."
     )
     return Plate(title="Theorem 1: softmax temperature and what approximates", caption=caption, panels=tuple(panels), columns=3)
 

@@ -17,7 +17,7 @@ from ..errors import require, require_int
 from .plates import BOTH, LOW_RANK, SPARSE, Panel, Plate, Series
 from .study import Cell, Study, option, table
 
-DOTS = tuple(round(-1 + 0.1 * i, 1) for i in range(20)) + (0.95, 0.99)
+DOTS = (*tuple(round(-1 + 0.1 * i, 1) for i in range(20)), 0.95, 0.99)
 SHADES = {"reformer": SPARSE, "performer": LOW_RANK, "scatterbrain": BOTH}
 
 
@@ -124,25 +124,29 @@ def plate(record: dict[str, Any]) -> Plate:
     found, config, cells = record["summary"], record["config"], record["cells"]
     panels = []
     for rounds in config["rounds"]:
-        curves = tuple(Series(name=k.capitalize(), x=list(DOTS), y=[max(v, 1e-6) for v in e], colour=SHADES[k]) for k, e in found[f"errors, {rounds} rounds"].items())
+        curves = tuple(
+            Series(name=k.capitalize(), x=list(DOTS), y=[max(v, 1e-6) for v in e], colour=SHADES[k])
+            for k, e in found[f"errors, {rounds} rounds"].items()
+        )
         panels.append(Panel(title=f"error of an entry, {rounds} hash round(s)", x="q.k", y="mean squared error", series=curves, log_y=True))
     measured = tuple(
         Series(name=f"{name}, measured", x=list(DOTS), y=[max(v, 1e-6) for v in cells[name]["variance"]], kind="dots", colour=shade)
         for name, shade in (("Performer", LOW_RANK), ("Scatterbrain", BOTH), ("Performer, orthogonal", SPARSE)) if name in cells
     )  # fmt: skip
-    closed = (
-        Series(name="closed form", x=list(DOTS), y=[max(v, 1e-6) for v in found["closed_performer"]], kind="rule", colour=LOW_RANK),
-        Series(name="(1 - p) x closed form", x=list(DOTS), y=[max(v * o, 1e-6) for v, o in zip(found["closed_performer"], found["one_minus_p"], strict=True)],
-               kind="rule", colour=BOTH),
-    )  # fmt: skip
+    formula = found["closed_performer"]
+    less = [v * o for v, o in zip(formula, found["one_minus_p"], strict=True)]
+    closed = tuple(
+        Series(name=name, x=list(DOTS), y=[max(v, 1e-6) for v in y], kind="rule", colour=shade)
+        for name, y, shade in (("closed form", formula, LOW_RANK), ("(1 - p) x closed form", less, BOTH))
+    )
     panels.append(Panel(title="variance: Monte Carlo and closed form", x="q.k", y="variance", series=(*measured, *closed), log_y=True))
     shown = [c for c in cells.values() if "hit" in c]
     curves = tuple(Series(name=f"d = {c['width']}", x=list(DOTS), y=c["hit"]) for c in shown)
     rule = Series(name="formula, d = 64", x=list(DOTS), y=analysis.asymptotic_hit(dots(), 64).tolist(), kind="rule", colour="#22282e")
     panels.append(Panel(title="p, one cross-polytope hash", x="q.k", y="probability", series=(*curves, rule)))
     caption = (
-        f"Unit vectors of width {config['width']}, {config['features']} independent features, {config['draws']:,} draws. Errors are for exp(q.k), not normalised: "
-        "Reformer (1 - p) exp(2 q.k), Performer its variance, Scatterbrain (1 - p) times that, with p as measured."
+        f"Unit vectors of width {config['width']}, {config['features']} independent features, {config['draws']:,} draws. Errors are for exp(q.k), "
+        "not normalised: Reformer (1 - p) exp(2 q.k), Performer its variance, Scatterbrain (1 - p) times that, with p as measured."
     )
     return Plate(title="Theorem 2: bias, variance and the error of one entry", caption=caption, panels=tuple(panels))
 

@@ -37,7 +37,8 @@ class Heads:
     def shape(self) -> tuple[int, int, int, int]:
         """Layers, heads, queries, keys."""
         if self.given is not None:
-            return tuple(self.given.shape)
+            layers, heads, n, m = self.given.shape
+            return layers, heads, n, m
         assert self.q is not None and self.k is not None
         return (*self.q.shape[:3], self.k.shape[2])
 

@@ -24,9 +24,9 @@ def draw(plate: Plate, stem: Path) -> dict[str, Path]:
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = {kind: stem.with_suffix(f".{kind}") for kind in ("png", "svg")}
     with plt.rc_context(style):
-        figure = plt.figure(figsize=(WIDTH * columns, 0.9 + HEIGHT * rows), layout="constrained")
+        figure = plt.figure(figsize=(WIDTH * columns * plate.shrink, 0.9 + HEIGHT * rows * plate.shrink), layout="constrained")
         figure.suptitle(f"{plate.title}\n", fontsize=12, fontweight="bold")
-        figure.supxlabel(textwrap.fill(plate.caption, 62 * columns), fontsize=8.5, color="#4a535c")
+        figure.supxlabel(textwrap.fill(plate.caption, round(62 * columns * plate.shrink)), fontsize=8.5, color="#4a535c")
         for i, panel in enumerate(plate.panels):
             ax = figure.add_subplot(rows, columns, i + 1, projection="3d" if panel.cloud else None)
             _panel(figure, ax, panel)

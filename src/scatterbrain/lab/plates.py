@@ -65,6 +65,7 @@ class Plate:
     caption: str
     panels: tuple[Panel, ...]
     columns: int = 2
+    shrink: float = 1.0  # of a panel's side, where there are many
 
 
 def colour(index: int, given: str | None) -> str:
