@@ -140,8 +140,9 @@ def plate(record: dict[str, Any]) -> Plate:
         dots = Series(name="", x=entropy, y=carried, kind="dots", colour=LOW_RANK)
         panels.append(Panel(title="against entropy", x="entropy, nats", y="low-rank branch", series=(dots,)))
     caption = (
-        "Each row of pictures is a head and a method: exact attention, its two branches, their sum, and the error (red: too much; the number: "
-        "relative error). Log colours from 0.01 / M; means over blocks. Below: the weight of a row that the low-rank branch carries, against what it ought to."
+        "Each row of pictures is a head and a method: exact attention, its two branches, their sum, and the error (red: too much; "
+        "the number: relative error). Log colours from 0.01 / M; means over blocks. "
+        "Below: the weight of a row that the low-rank branch carries, against what it ought to."
     )
     return Plate(title=f"Attention taken apart: {record['config']['data']}", caption=caption, panels=tuple(panels), columns=5, shrink=0.62)
 

@@ -125,8 +125,9 @@ def plate(record: dict[str, Any]) -> Plate:
     )
     panels.append(Panel(title="fitted exponents", x="beta / log n", y="error ~ n^", series=(*powers, peak)))
     caption = (
-        "Process 1 on the unit sphere, matrix exp(beta Z Z'), about log(n)^2 stored entries a row. Theorem 1: at high temperature low-rank "
-        "stays below eps n and sparse grows as n; in the middle only both together stay below eps n; at low temperature sparse stays below eps exp(beta (1 - delta^2))."
+        "Process 1 on the unit sphere, matrix exp(beta Z Z'), about log(n)^2 stored entries a row. "
+        "Theorem 1: at high temperature low-rank stays below eps n and sparse grows as n; in the middle only both together stay below "
+        "eps n; at low temperature sparse stays below eps exp(beta (1 - delta^2))."
     )
     return Plate(title="Theorem 1: softmax temperature and what approximates", caption=caption, panels=tuple(panels), columns=3)
 

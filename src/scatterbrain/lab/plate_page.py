@@ -26,7 +26,12 @@ def figure(panel: Panel) -> dict[str, Any]:
     layout["xaxis"], layout["yaxis"] = _axis(panel.x, panel.log_x, panel.x_range), _axis(panel.y, panel.log_y, panel.y_range)
     if panel.heat:
         layout["yaxis"]["autorange"] = "reversed"
+        if panel.heat.x:  # numbers as names, evenly spaced
+            layout["xaxis"]["type"] = layout["yaxis"]["type"] = "category"
         return {"data": [_heat(panel.heat)], "layout": layout}
+    sizes = sorted({x for s in panel.series for x in s.x}) if panel.log_x else []
+    if 0 < len(sizes) <= 8:
+        layout["xaxis"] |= {"tickvals": sizes, "ticktext": [f"{x:g}" for x in sizes]}
     layout["showlegend"] = any(s.name for s in panel.series)
     return {"data": [_series(s, colour(i, s.colour)) for i, s in enumerate(panel.series)], "layout": layout}
 
@@ -74,8 +79,8 @@ def _heat(heat: Heat) -> dict[str, Any]:
         trace["reversescale"] = True  # plotly's scale of that name runs the other way
     if heat.log:
         least = low or 1e-6
-        trace |= {"customdata": z, "hovertemplate": "%{x}, %{y}: %{customdata:.3g}<extra></extra>"}
-        z = [[None if v is None else round(math.log10(max(v, least)), 3) for v in row] for row in z]
+        trace["hovertemplate"] = "%{x}, %{y}: 10^%{z}<extra></extra>"
+        z = [[None if v is None else round(math.log10(max(v, least)), 2) for v in row] for row in z]
         low, high = math.log10(least), math.log10(high) if high else None
         trace["colorbar"] |= {"tickprefix": "10^"}
     if heat.numbers:

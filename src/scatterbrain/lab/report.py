@@ -33,7 +33,7 @@ def write(records: Path, out: Path) -> Path:
 def page(found: list[tuple[Study, dict[str, Any]]], script: str) -> str:
     links = "".join(f'<a href="#{study.name}">{html.escape(study.title)}</a>' for study, _ in found)
     plots: list[dict[str, Any]] = []
-    sections = "".join(section(study, record, plots) for study, record in found)
+    sections = "".join(_checked(study, record, plots) for study, record in found)
     # "</" inside a script element would end it.
     data = json.dumps(plots, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
     return (
@@ -42,6 +42,13 @@ def page(found: list[tuple[Study, dict[str, Any]]], script: str) -> str:
         f"<header><h1>Why sparse, low-rank or both</h1><p>{INTRO}</p><nav>{links}</nav></header>{sections}"
         f"<script>const plots={data};{DRAW}</script></body></html>"
     )
+
+
+def _checked(study: Study, record: dict[str, Any], plots: list[dict[str, Any]]) -> str:
+    try:
+        return section(study, record, plots)
+    except (KeyError, IndexError, TypeError) as missing:
+        raise LabError(f"{study.name}.json lacks {missing}, which this version's page needs; run `scatterbrain analyze {study.name}` again") from None
 
 
 def section(study: Study, record: dict[str, Any], plots: list[dict[str, Any]]) -> str:
@@ -85,7 +92,8 @@ pre {{ overflow-x: auto; background: #f6f7f8; padding: 10px; font-size: 12px; li
 
 # Plots are drawn when they come near the screen: browsers hold only a few WebGL scenes, and the page opens at once.
 DRAW = """
-const draw = el => { const f = plots[+el.id.slice(1)]; Plotly.newPlot(el, f.data, f.layout, {responsive: true, displaylogo: false}); };
+const options = {responsive: true, displaylogo: false, displayModeBar: 'hover'};
+const draw = el => { const f = plots[+el.id.slice(1)]; Plotly.newPlot(el, f.data, f.layout, options); };
 const near = new IntersectionObserver(all => all.forEach(e => {
   if (e.isIntersecting) { near.unobserve(e.target); draw(e.target); }
 }), {rootMargin: '600px'});

@@ -118,13 +118,11 @@ def start(study: Study, config: Any, command: str, fresh: bool) -> Record:
     if fresh or not path.exists():
         return Record(path=path, header=header)
     old = load(path)
-    same = {name: old.get(name) for name in ("study", "config")} == {name: header[name] for name in ("study", "config")}
-    if old["complete"] and not same:
-        return Record(path=path, header=header)
-    remedy = "give the same options to go on with it, another --out, or --fresh to start over"
-    require(same, str(path), "hold an unfinished run with these settings, to go on with it", "one with others", remedy)
     if old["complete"]:
         return Record(path=path, header=header)
+    same = all(old.get(name) == header[name] for name in ("study", "config"))
+    remedy = "give the same options to go on with it, another --out, or --fresh to start over"
+    require(same, str(path), "hold an unfinished run with these settings, to go on with it", "one with others", remedy)
     return Record(path=path, header=header, cells=old["cells"], seconds=old["seconds"])
 
 
