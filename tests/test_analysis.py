@@ -232,6 +232,13 @@ def test_errors_by_kind_of_a_block_diagonal_matrix():
     assert found.low_rank == pytest.approx(math.sqrt(12 * 16))  # rank 4 of 16 equal values 4
 
 
+@pytest.mark.parametrize(("reach", "error"), [(1.0, 0.1), (5.0, 0.01), (20.0, 0.01)])
+def test_the_taylor_polynomial_of_that_degree_and_no_lower_one_is_close(reach, error):
+    degree = analysis.taylor_degree(reach, error)
+    gap = [abs(math.exp(reach) - math.fsum(reach**i / math.factorial(i) for i in range(d + 1))) for d in (degree - 1, degree)]
+    assert gap[1] <= error < gap[0]
+
+
 def test_sign_matrices_have_the_examples_norms():
     q = analysis.sign_matrix(20, 50, 3.0, generator())
     assert torch.allclose(q.square().sum(-1), torch.full((20,), 3.0, dtype=torch.float64))

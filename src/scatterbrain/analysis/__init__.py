@@ -6,7 +6,7 @@ from .estimators import asymptotic_hit, entry_errors, measured_hits, performer_m
 from .oracles import Mixes, Split, low_rank_errors, mixes, rank_cost, rank_for, relative_error, sparse_errors, sparse_low_rank, top_k, truncated_svd
 from .robust_pca import Pursuit, at_budget, robust_pca
 from .statistics import Correlation, Exponent, correlations, entropy, exponent
-from .theory import kind_errors, largest_overlap, membership, needs, sign_matrix, symmetric_tail
+from .theory import kind_errors, largest_overlap, membership, needs, sign_matrix, symmetric_tail, taylor_degree
 
 __all__ = [
     "Branches",
@@ -45,6 +45,7 @@ __all__ = [
     "sparse_low_rank",
     "support_mask",
     "symmetric_tail",
+    "taylor_degree",
     "top_k",
     "truncated_svd",
     "weights",

@@ -59,6 +59,17 @@ def _share(mask: Tensor) -> float:
     return float(mask.double().mean()) if mask.numel() else 1.0
 
 
+def taylor_degree(reach: float, error: float) -> int:
+    """The least degree at which exp's Taylor polynomial is within `error` on [-reach, reach]; its worst place is the right end."""
+    require(reach > 0 and error > 0, "reach and error", "be positive", (reach, error), "pass the largest logit and 0.01")
+    terms = [math.exp(i * math.log(reach) - math.lgamma(i + 1)) for i in range(1, int(10 * reach) + 200)]
+    tail, degree = 0.0, len(terms)
+    while degree and tail + terms[degree - 1] <= error:
+        tail += terms[degree - 1]
+        degree -= 1
+    return degree
+
+
 @dataclass(frozen=True, kw_only=True)
 class KindErrors:
     """Frobenius errors of the best found of each kind, at equal parameters, and the matrix's own norm."""

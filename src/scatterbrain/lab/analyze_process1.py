@@ -18,6 +18,7 @@ from .process1 import Process1
 from .study import Cell, Study, option, table
 
 WIDTHS = (1, 4, 16, 64)  # times log(n)^1.5
+REACHES, PRECISIONS = (1.0, 2.0, 5.0, 10.0, 20.0), (0.1, 0.01)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +52,16 @@ def unit(n: int, d: int, cluster_size: int, delta: float, seed: int) -> tuple[Te
 def cells(config: Process1Config) -> Iterator[Cell]:
     for delta in config.deltas:
         yield f"sphere, delta {delta:g}", functools.partial(sphere, delta, config.seed)
+    yield "degree of a polynomial", degrees
     for n in config.lengths:
         for factor in WIDTHS:
             yield f"{n} tokens, width factor {factor}", functools.partial(member, config, n, factor)
+
+
+def degrees() -> dict[str, Any]:
+    """The lemma that a polynomial of degree 10 (L + log(1 / eps)) is within eps of exp on [-L, L]."""
+    rows = [(reach, eps, analysis.taylor_degree(reach, eps), math.ceil(10 * (reach + math.log(1 / eps)))) for reach in REACHES for eps in PRECISIONS]
+    return {"kind": "degrees", "rows": rows}
 
 
 def sphere(delta: float, seed: int, clusters: int = 12, size: int = 24) -> dict[str, Any]:
@@ -77,7 +85,9 @@ def member(config: Process1Config, n: int, factor: int) -> dict[str, Any]:
 
 def summarize(config: dict[str, Any], cells: dict[str, Any]) -> dict[str, Any]:
     some = [c for c in cells.values() if c["kind"] == "class"]
-    return {
+    rows = next(c["rows"] for c in cells.values() if c["kind"] == "degrees")
+    out: dict[str, Any] = {"degree_over_bound": max(need / bound for _, _, need, bound in rows)}
+    return out | {
         f"factor {f}": {name: [c[name] for c in some if c["factor"] == f] for name in ("n", "within", "diagonal", "across", "widest")} for f in WIDTHS
     }
 
@@ -87,7 +97,9 @@ def text(record: dict[str, Any]) -> list[str]:
     rows = [tuple(str(c[n]) if n in ("n", "d") else c[n] for n in names) for c in record["cells"].values() if c["kind"] == "class"]
     said = "Matrix Class 1 on Process 1: shares of pairs in the ranges it asks for (means over draws; l = 1 / (1 - delta^2))"
     headings = ("n", "d", "delta", "norm/delta", "same cluster", "diagonal", "across", "widest/delta", "in [0, delta]", "blocks", "delta log d")
-    return [said, *table(headings, rows)]
+    least = record["summary"]["degree_over_bound"]
+    lemma = f"Degree that exp needs on [-L, L] (L up to {REACHES[-1]:g}): at most {least:.2f} of the lemma's 10 (L + log(1 / eps))"
+    return [said, *table(headings, rows), "", lemma]
 
 
 def plate(record: dict[str, Any]) -> Plate:
