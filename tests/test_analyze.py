@@ -22,7 +22,7 @@ SMALL = {
     "temperature": {"lengths": (32, 64)},
     "separation": {"lengths": (32, 64)},
     "variance": {"width": 8, "features": 8, "draws": 200, "widths": (8, 16), "rotations": 20},
-    "bound": {"data": ("process1",), "length": 32, "heads": 2, "budget": 0.25},
+    "bound": {"data": ("process1",), "length": 32, "heads": 2, "budget": 0.25, "scales": (1.0, 0.1)},
     "sweep": {"data": ("process1",), "lengths": (32, 64), "heads": 2, "budgets": (0.25, 0.5)},
     "ratio": {"data": ("process1",), "length": 32, "heads": 3, "seeds": 1, "budget": 0.25},
     "picture": {"data": "process1", "length": 32, "heads": 1, "budget": 0.25, "methods": ("default",)},

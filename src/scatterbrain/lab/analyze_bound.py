@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 import time
@@ -16,12 +17,11 @@ from .. import analysis, functional, presets
 from ..errors import require, require_int
 from .attention_data import Heads, load
 from .measure import fused_softmax
-from .plates import BOTH, LOW_RANK, OTHER, SPARSE, Panel, Plate, Series
+from .plates import COLOURS, Panel, Plate, Series
 from .study import Cell, Study, option, table
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 PCA, BEST = "Robust PCA, cut to the budget", "best mix (alternating projections)"
-KIND = {"SMYRF": SPARSE, "Reformer": SPARSE, "Performer": LOW_RANK, "naive sum": OTHER}
 REPEATS = 3
 GROWTH, GAP = 1.2, 0.05  # the last percents of the gap move the error at a budget by less than 1% and take ten times as long
 
@@ -29,7 +29,8 @@ GROWTH, GAP = 1.2, 0.05  # the last percents of the gap move the error at a budg
 @dataclass(frozen=True, kw_only=True)
 class BoundConfig:
     data: tuple[str, ...] = option(("minilm", "whisper", "process1"), "minilm, whisper, smollm2, process1, or files of captured attention")
-    heads: int = option(5, "heads of each source, spread evenly over entropy")
+    heads: int = option(4, "heads of each source, spread evenly over entropy")
+    scales: tuple[float, ...] = option((1.0, 0.1), "logits are multiplied by these: below 1 attention is more diffuse")
     budget: float = option(1 / 8, "share of the entries that a method may spend")
     length: int = option(512, "tokens; frames of Whisper")
     out: str = option("records", "folder for the record and the figures")
@@ -38,6 +39,8 @@ class BoundConfig:
         require_int(self.heads, "heads")
         require(bool(self.data), "data", "name at least one source", self.data, "pass --data minilm")
         analysis.check_budget(self.budget, self.length)
+        positive = bool(self.scales) and all(0 < s < float("inf") for s in self.scales)
+        require(positive, "scales", "be positive and finite", self.scales, "pass 1 for the model's own logits")
 
 
 def methods(entries: int, causal: bool, budget: float) -> dict[str, dict[str, Any]]:
@@ -59,8 +62,12 @@ def methods(entries: int, causal: bool, budget: float) -> dict[str, dict[str, An
 def cells(config: BoundConfig) -> Iterator[Cell]:
     for name in config.data:
         heads = load(name, length=config.length)
-        for layer, head in chosen(heads, config.heads):
-            yield f"{heads.name}, layer {layer}, head {head}", functools.partial(measure, heads, layer, head, config.budget)
+        picks = chosen(heads, config.heads)
+        for scale in config.scales:
+            name = heads.name if scale == 1 else f"{heads.name}, logits x {scale:g}"
+            scaled = dataclasses.replace(heads, name=name, scale=heads.scale * scale)
+            for layer, head in picks:
+                yield f"{name}, layer {layer}, head {head}", functools.partial(measure, scaled, layer, head, config.budget)
 
 
 def chosen(heads: Heads, count: int) -> list[tuple[int, int]]:
@@ -161,17 +168,9 @@ def plate(record: dict[str, Any]) -> Plate:
     panels = []
     for data, found in record["summary"].items():
         dots = tuple(
-            Series(
-                name=n,
-                x=[1e3 * r["seconds"]],
-                y=[r["error"]],
-                kind="dots",
-                colour=KIND.get(n) or (BOTH if "Scatter" in n else "#22282e"),
-                labels=(n,),
-            )
-            for n, r in found.items()
+            Series(name=n, x=[1e3 * r["seconds"]], y=[r["error"]], kind="dots", colour="#22282e" if n == PCA else COLOURS[i])
+            for i, (n, r) in enumerate(found.items())
         )
-        dots = tuple(Series(**{**vars(s), "name": ""}) for s in dots)
         panels.append(Panel(title=data, x="time of a head, ms", y="relative error", series=dots, log_x=True, log_y=True))
     for data in record["summary"]:
         some = sorted((c for c in record["cells"].values() if c["data"] == data), key=lambda c: c["entropy"])
@@ -179,10 +178,10 @@ def plate(record: dict[str, Any]) -> Plate:
         curves = tuple(Series(name=n, x=[c["entropy"] for c in some], y=[c["errors"][n] for c in some]) for n in names if n in some[0]["errors"])
         panels.append(Panel(title=f"{data}: error against entropy", x="entropy, nats", y="relative error", series=curves, log_y=True))
     caption = (
-        f"The same matrices, {record['config']['budget']:g} of the entries for all. Above: mean error against the time of one head on this machine "
-        "(a method: a forward pass; an oracle: its decomposition of the known matrix). Below: head by head."
+        f"The same matrices, {record['config']['budget']:g} of the entries for all. First: mean error against the time of one head on this machine "
+        "(a method: a forward pass; an oracle: its decomposition of the known matrix). Then: head by head."
     )
-    return Plate(title="Accuracy against cost, beside Robust PCA", caption=caption, panels=tuple(panels), columns=len(record["summary"]))
+    return Plate(title="Accuracy against cost, beside Robust PCA", caption=caption, panels=tuple(panels), columns=3)
 
 
 STUDY = Study(
