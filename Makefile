@@ -10,15 +10,14 @@ export SCATTERBRAIN_DATA
 DEMO := $(VENV)/.demo
 BENCH := $(VENV)/.bench
 CHECKS := $(VENV)/.checks
+ANALYSIS := $(VENV)/.analysis
 
-SANITIZED := build/sanitized
-SANITIZERS := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
-
-.PHONY: help demo bench test lint sanitize clean
+.PHONY: SANITIZED := build/sanitized SANITIZERS -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all help demo bench test lint sanitize clean analysis
 
 help:
 	@echo "make demo   errors and times at equal budgets: a table, demo/demo.png, demo/demo.json (ARGS='--budget 0.25' passes options)"
 	@echo "make bench  time, memory and error beside SDPA and other packages: tables, bench/*.png, bench/bench.json (ARGS='--quick' takes two minutes)"
+	@echo "make analysis  the paper's observations, theorems and figures, measured: records/*.json, records/figures/*, report.html (about 12 minutes)"
 	@echo "make test   ruff, mypy and pytest (ARGS='-k lsh' passes options to pytest)"
 	@echo "make lint   ruff and mypy"
 	@echo "make sanitize  the native engine's tests under AddressSanitizer and UndefinedBehaviorSanitizer, each instruction set"
@@ -30,6 +29,10 @@ demo: $(DEMO)
 
 bench: $(BENCH)
 	$(BIN)/scatterbrain bench $(ARGS)
+
+analysis: $(ANALYSIS)
+	$(BIN)/scatterbrain analyze all $(ARGS)
+	$(BIN)/scatterbrain report
 
 # lint is a step of this recipe, not a prerequisite, so that it always comes first, under -j too.
 test: $(CHECKS)
@@ -64,6 +67,10 @@ $(DEMO): $(VENV)/.torch pyproject.toml
 
 $(BENCH): $(VENV)/.torch pyproject.toml
 	$(PIP) install --quiet $(TORCH) -e ".[bench]"
+	@touch $@
+
+$(ANALYSIS): $(VENV)/.torch pyproject.toml
+	$(PIP) install --quiet $(TORCH) -e ".[analysis]"
 	@touch $@
 
 $(CHECKS): $(VENV)/.torch pyproject.toml

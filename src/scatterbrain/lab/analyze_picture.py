@@ -18,7 +18,7 @@ from .attention_data import Heads, load
 from .plates import BOTH, LOW_RANK, Heat, Panel, Plate, Series
 from .study import Cell, Study, option, table
 
-SIDE = 48
+SIDE = 40
 PARTS = ("exact", "sparse part", "low-rank part", "sum", "error")
 METHODS = ("default", "scatterbrain", "local")
 NAMES = {"default": "the default", "scatterbrain": "SMYRF + Performer, 3:1", "local": "window + Performer, 3:1"}
@@ -72,10 +72,9 @@ def apart(heads: Heads, layer: int, head: int | slice, name: str, budget: float)
 
 def picture(heads: Heads, layer: int, head: int, name: str, budget: float) -> dict[str, Any]:
     b = apart(heads, layer, head, name, budget)
-    parts = (b.exact, b.sparse, b.low_rank, b.got, b.got - b.exact)
-    shown = {part: small(t[0, 0]) for part, t in zip(PARTS, parts, strict=True)}
+    saved = {part: small(t[0, 0]) for part, t in zip(PARTS, (b.exact, b.sparse, b.low_rank), strict=False)}
     return {"kind": "picture", "layer": layer, "head": head, "method": name, "keys": heads.shape[3], "error": float(b.error),
-            "entropy": float(analysis.entropy(b.exact)), "parts": shown}  # fmt: skip
+            "entropy": float(analysis.entropy(b.exact)), "parts": saved}  # fmt: skip
 
 
 def small(matrix: Tensor) -> list[list[float]]:
@@ -83,6 +82,16 @@ def small(matrix: Tensor) -> list[list[float]]:
     side = min(SIDE, *matrix.shape)
     pooled = F.adaptive_avg_pool2d(matrix[None, None].float(), side)[0, 0]
     return [[float(f"{v:.3g}") for v in row] for row in pooled.tolist()]
+
+
+def shown(parts: dict[str, Any], part: str) -> list[list[float]]:
+    """Sum and error follow from what is saved."""
+    if part in parts:
+        saved: list[list[float]] = parts[part]
+        return saved
+    exact, sparse, low = (parts[name] for name in PARTS[:3])
+    less = 1.0 if part == "error" else 0.0
+    return [[s + r - less * e for e, s, r in zip(*rows, strict=True)] for rows in zip(exact, sparse, low, strict=True)]
 
 
 def contributions(heads: Heads, layer: int, name: str, budget: float) -> dict[str, Any]:
@@ -123,7 +132,7 @@ def plate(record: dict[str, Any]) -> Plate:
             title = (
                 f"{name} (entropy {c['entropy']:.1f})" if part == "exact" else f"{NAMES[c['method']]}: {c['error']:.2f}" if part == "error" else name
             )
-            z = c["parts"][part]
+            z = shown(c["parts"], part)
             most = max(abs(v) for row in z for v in row) or 1.0
             heat = (
                 Heat(z=z, low=-most, high=most, signed=True)

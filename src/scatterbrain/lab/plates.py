@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ class Series:
 class Heat:
     """z[row][column], drawn from the top; on a log scale what is below `low` takes its colour."""
 
-    z: list[list[float | None]]
+    z: Sequence[Sequence[float | None]]
     x: list[Any] | None = None
     y: list[Any] | None = None
     low: float | None = None
