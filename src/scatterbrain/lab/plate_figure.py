@@ -108,7 +108,15 @@ def _heat(figure: Any, ax: Any, heat: Heat) -> None:
     if heat.numbers:
         for i, row in enumerate(z):
             for j, v in enumerate(row):
-                ax.text(j, i, f"{v:.2g}", ha="center", va="center", fontsize=7, color="white" if norm(v) < 0.6 and not heat.signed else INK)
+                ax.text(
+                    j,
+                    i,
+                    f"{v:.0f}" if v >= 10 else f"{v:.2g}",
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color="white" if norm(v) < 0.6 and not heat.signed else INK,
+                )
     figure.colorbar(image, ax=ax, shrink=0.85)
 
 

@@ -84,7 +84,7 @@ def _heat(heat: Heat) -> dict[str, Any]:
         low, high = math.log10(least), math.log10(high) if high else None
         trace["colorbar"] |= {"tickprefix": "10^"}
     if heat.numbers:
-        trace |= {"texttemplate": "%{z:.2g}", "textfont": {"size": 10}}
+        trace |= {"texttemplate": "%{z:.3~g}", "textfont": {"size": 10}}
     if heat.x:
         trace["x"], trace["y"] = [str(v) for v in heat.x], [str(v) for v in heat.y or []]
     return trace | {"z": z, "zmin": low, "zmax": high}
