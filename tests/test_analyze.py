@@ -121,6 +121,21 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
     assert found["cells"] == run("recovery", tmp_path / "again")["cells"]
 
 
+def test_all_leaves_what_is_complete(tmp_path, monkeypatch, capsys):
+    small = analyze.studies()["recovery"]
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Config(small.config):
+        size: int = study.option(20, "rows")
+        trials: int = study.option(1, "draws")
+
+    monkeypatch.setattr(analyze, "studies", lambda: {"recovery": dataclasses.replace(small, config=Config)})
+    for _ in range(2):
+        assert cli.main(["analyze", "all", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("Recovered (relative") == 1 and "recovery.json is complete; --fresh measures it again" in out
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -17,7 +17,7 @@ def add(commands: Commands, help_format: type[argparse.HelpFormatter]) -> None:
 
     text = "why sparse, low-rank or both fit attention: the paper's observations and theorems, measured"
     about = (
-        f"Measure {text}. Each study writes a record (JSON), a figure (PNG and SVG), and prints its numbers; one that was stopped "
+        f"See {text}. Each study writes a record (JSON), a figure (PNG and SVG), and prints its numbers; one that was stopped "
         "goes on where it was when the same command is given again. `scatterbrain report` makes a page of the records."
     )
     top = commands.add_parser("analyze", help=text, description=about, formatter_class=help_format)
@@ -26,7 +26,7 @@ def add(commands: Commands, help_format: type[argparse.HelpFormatter]) -> None:
         _add_study(group.add_parser(name, help=study.about, description=f"{study.title}: {study.about}.", formatter_class=help_format), study)
     every = group.add_parser("all", help="every study with its usual settings", description="Every study in turn.", formatter_class=help_format)
     every.add_argument("--out", metavar="FOLDER", default="records", help="folder for the records and the figures")
-    every.add_argument("--fresh", action="store_true", help="start over, though the folder holds records")
+    every.add_argument("--fresh", action="store_true", default=argparse.SUPPRESS, help="do again what the folder holds already")
     every.set_defaults(run=_run_all)
     _add_report(commands, help_format)
 
@@ -40,13 +40,14 @@ def _add_study(parser: argparse.ArgumentParser, study: Study) -> None:
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options |= {"type": kind, "metavar": {"int": "N", "float": "X"}.get(kind.__name__, "NAME")}
+            options |= {"type": kind, "metavar": "FOLDER" if field.name == "out" else {"int": "N", "float": "X"}.get(kind.__name__, "NAME")}
             if many:
                 options["nargs"] = "+"
             if field.metadata["choices"]:
                 options["choices"] = field.metadata["choices"]
         parser.add_argument("--" + field.name.replace("_", "-"), **options)
-    parser.add_argument("--fresh", action="store_true", help="start over, though the folder holds an unfinished run")
+    fresh = "start over, though the folder holds an unfinished run"
+    parser.add_argument("--fresh", action="store_true", default=argparse.SUPPRESS, help=fresh)
     parser.set_defaults(run=lambda given, command: _run(study, given, command))
 
 
@@ -54,16 +55,21 @@ def _run(study: Study, options: argparse.Namespace, command: str) -> None:
     from .lab.study import run
 
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(options).items() if name not in ("run", "fresh")}
-    run(study, study.config(**given), command, options.fresh)
+    run(study, study.config(**given), command, getattr(options, "fresh", False))
 
 
 def _run_all(options: argparse.Namespace, command: str) -> None:
     from .lab.analyze import studies
-    from .lab.study import run
+    from .lab.study import finished, run
 
+    fresh = getattr(options, "fresh", False)
     for study in studies().values():
+        config = study.config(out=options.out)
         print(f"\n{study.title}: {study.about}", flush=True)
-        run(study, study.config(out=options.out), f"scatterbrain analyze {study.name}", options.fresh)
+        if finished(study, config) and not fresh:
+            print(f"{options.out}/{study.name}.json is complete; --fresh measures it again")
+            continue
+        run(study, config, f"scatterbrain analyze {study.name}", fresh)
 
 
 def _add_report(commands: Commands, help_format: type[argparse.HelpFormatter]) -> None:

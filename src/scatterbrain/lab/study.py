@@ -104,14 +104,27 @@ def run(study: Study, config: Any, command: str = "", fresh: bool = False) -> di
     return finish(study, record)
 
 
+def settings(config: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = rounded({f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "out"})
+    return plain
+
+
+def finished(study: Study, config: Any) -> bool:
+    """Whether the folder holds a complete record with these settings."""
+    path = Path(config.out) / f"{study.name}.json"
+    if not path.exists():
+        return False
+    old = load(path)
+    return bool(old["complete"]) and old["config"] == settings(config)
+
+
 def start(study: Study, config: Any, command: str, fresh: bool) -> Record:
     path = Path(config.out) / f"{study.name}.json"
-    settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "out"}
     header = {
         "study": study.name,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command,
-        "config": rounded(settings),
+        "config": settings(config),
         "versions": machine.versions(PACKAGES),
         "hardware": machine.hardware(),
     }
