@@ -10,9 +10,13 @@ export SCATTERBRAIN_DATA
 DEMO := $(VENV)/.demo
 BENCH := $(VENV)/.bench
 CHECKS := $(VENV)/.checks
+
+SANITIZED := build/sanitized
+SANITIZERS := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
+
 ANALYSIS := $(VENV)/.analysis
 
-.PHONY: SANITIZED := build/sanitized SANITIZERS -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all help demo bench test lint sanitize clean analysis
+.PHONY: help demo bench analysis test lint sanitize clean
 
 help:
 	@echo "make demo   errors and times at equal budgets: a table, demo/demo.png, demo/demo.json (ARGS='--budget 0.25' passes options)"
