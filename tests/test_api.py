@@ -66,7 +66,7 @@ def imports(path):
 
 def layer_of(parts):
     head = parts[0] if parts else ""
-    return {"cli": 3, "lab": 2, "analysis": 1, "calibration": 1, "integrations": 1, "report": 1}.get(head, 0)
+    return {"cli": 3, "cli_analyze": 3, "lab": 2, "analysis": 1, "calibration": 1, "integrations": 1, "report": 1}.get(head, 0)
 
 
 def test_imports_go_one_way():

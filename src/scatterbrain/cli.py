@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from . import __version__
+from . import __version__, cli_analyze
 from .lab.extras import LabError
 
 
@@ -34,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_quality(commands)
     _add_bench(commands)
+    cli_analyze.add(commands, _Help)
     return top
 
 
@@ -203,7 +204,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         hidden = action.default in (None, argparse.SUPPRESS)
         if isinstance(action.default, tuple):
-            return f"{action.help} (default: {' '.join(action.default)})"
+            return f"{action.help} (default: {' '.join(map(str, action.default))})"
         return action.help if hidden else super()._get_help_string(action)
 
 
