@@ -29,6 +29,17 @@ def uniform(seed: Tensor | int, *counters: Tensor) -> Tensor:
     return ((h >> 20) & 0xFFFFFF).to(torch.float32) / 2**24
 
 
+@torch.library.custom_op("scatterbrain::uniform_grid", mutates_args=())
+def uniform_grid(rows: Tensor, columns: Tensor, seed: int) -> Tensor:
+    """`uniform` of each row (r, 1) and column (c): (r, c). An operator, since Triton's code would mix in 32 bits."""
+    return uniform(seed, rows, columns)
+
+
+@uniform_grid.register_fake
+def _(rows: Tensor, columns: Tensor, seed: int) -> Tensor:
+    return rows.new_empty(rows.shape[0], columns.shape[0], dtype=torch.float32)
+
+
 def keep_pair(seed: Tensor, p: float, group: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """Dropout factor of a pair on the support: 0 or 1/(1-p)."""
     return (uniform(seed, group, i + 1, j) >= p).to(torch.float32) / max(1.0 - p, 1e-30)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..config import Support
 from ..context import Context
 from ..errors import require_int
-from ..random import uniform
+from ..random import uniform_grid
 from ..selection import Blocks, Layer
 
 
@@ -36,7 +36,7 @@ class RandomBlocks(Support):
     def select(self, ctx: Context, state: Mapping[str, Tensor]) -> tuple[Layer, ...]:
         rows = torch.arange(max(1, -(-ctx.n // self.block)), device=ctx.device)[:, None]
         stratum = torch.arange(self.blocks, device=ctx.device)
-        drawn = uniform(self.seed, rows, stratum).to(torch.float64)
+        drawn = uniform_grid(rows, stratum, self.seed).to(torch.float64)
         total = (ctx.key_extent + self.block - 1) // self.block
         if ctx.key_mask is None:
             total = total[:1]
