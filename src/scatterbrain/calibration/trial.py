@@ -40,11 +40,11 @@ class Curve:
 class Trial:
     """One capture under one recipe's parts; the thresholds are still open."""
 
-    def __init__(self, capture: Capture, method: dict[str, Any], rows: Tensor):
+    def __init__(self, capture: Capture, method: dict[str, Any], rows: Tensor, memo: dict[Any, Any] | None = None):
         c = capture
         self.p = p = check_inputs(c.q, c.k, c.v, c.key_mask, 0.0, c.causal, c.scale, c.k.shape[1] != c.q.shape[1])
         engine = None if native.refusal(c.q, c.k, c.v, 0.0) else native.Engine((native.isas() or ("",))[0], c.q, c.k, p.scale)
-        ctx = p.context({}, engine, True)
+        ctx = p.context({} if memo is None else memo, engine, True)  # trials of one capture may share clusters
         support, low = method["support"], method["low_rank"]
         ok = isinstance(low, ClusterMeans) and low.fit == "queries"
         require(ok, "low_rank", "be cluster means fitted to queries", low, "try a recipe with means")
