@@ -30,6 +30,7 @@ REFUSED = (
     ("indices", "a sparse pattern of its own"),
     ("block_indices", "a sparse pattern of its own"),
 )
+THEIRS: dict[str, Any] = {}  # transformers' own "sdpa" functions, found by `register`; a compiled graph cannot import
 EAGER = "set attn_implementation='eager', or leave this model as it is"
 
 
@@ -38,6 +39,7 @@ def register() -> None:
     transformers = importlib.import_module("transformers")
     transformers.AttentionInterface.register(NAME, attend)
     transformers.AttentionMaskInterface.register(NAME, mask)
+    THEIRS.update(attend=transformers.AttentionInterface()["sdpa"], mask=transformers.AttentionMaskInterface()["sdpa"])
 
 
 def attend(
@@ -67,19 +69,23 @@ def attend(
         reading = read_mask(attention_mask, False, query.shape[0], query.shape[1], n, m)
         refusal = PREFIX if reading.refusal and causal and n < m else reading.refusal
         keys, causal = reading.key_mask, reading.causal
-    if more.get("position_bias") is not None:
+    if _biases(more.get("position_bias")):
         refusal = "a position bias is added to the logits"
 
     def exact() -> Tensor:
         given = dense
         if given is not None and given.dim() == 2:
             given = keys & torch.ones(n, m, dtype=torch.bool, device=keys.device).tril() if causal else keys  # type: ignore[union-attr]
-        sdpa = importlib.import_module("transformers").AttentionInterface()["sdpa"]
-        return sdpa(module, query, key, value, given, dropout=dropout, scaling=scaling, is_causal=is_causal, **more)[0].transpose(1, 2)
+        return THEIRS["attend"](module, query, key, value, given, dropout=dropout, scaling=scaling, is_causal=is_causal, **more)[0].transpose(1, 2)
 
     only_exact = DECODE if n == 1 else refusal
     out = handler(Call(getattr(handler, "name", ""), query, key, value, keys, causal, scaling, dropout, only_exact, exact))
     return out.transpose(1, 2).contiguous(), None
+
+
+def _biases(bias: Tensor | None) -> bool:
+    """T5's cross-attention passes a bias of zeros."""
+    return bias is not None and (torch.compiler.is_compiling() or bool(bias.any()))
 
 
 def handler_of(module: nn.Module) -> Handler:
@@ -131,8 +137,7 @@ def mask(
     elif plain and allow_is_causal_skip and not isinstance(q_offset, Tensor) and q_offset == 0 and 1 < q_length <= kv_length:
         if attention_mask is None or attention_mask.shape[-1] >= q_length:
             return _padding(None if attention_mask is None else attention_mask[:, :q_length], (batch_size, q_length))
-    sdpa = importlib.import_module("transformers").AttentionMaskInterface()["sdpa"]
-    return sdpa(  # type: ignore[no-any-return]
+    return THEIRS["mask"](  # type: ignore[no-any-return]
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,

@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -110,6 +111,7 @@ class Wrapped:
         self.module, self.handler, self.name = module, handler, name
         self.own = module.__dict__.get("forward")
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled graph ends here and goes on after
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.own or types.MethodType(type(self.module).forward, self.module)
         mode = SdpaMode(lambda: (self.name, self.handler))
