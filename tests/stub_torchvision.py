@@ -13,13 +13,22 @@ import pytest
 import torch
 
 
+class _Named(type):
+    """A class of which every attribute is some value of its own."""
+
+    def __getattr__(cls, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return f"{cls.__name__}.{name}"
+
+
 class _Module(types.ModuleType):
     __path__ = ()
 
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (torch.nn.Module,), {})
+        return _Named(name, (torch.nn.Module,), {})
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
