@@ -109,7 +109,9 @@ def test_causal_masks_are_recognised_with_and_without_padding():
     assert all(counts == {"by its recipe": 2} for counts in calls(model).values())
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"kdim": 20, "vdim": 24}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"bias": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_first": True}, {"kdim": 20, "vdim": 24}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"bias": False}]
+)
 @torch.no_grad()
 def test_multihead_attention_with_its_options(options):
     mha = nn.MultiheadAttention(32, 4, **options).eval()
@@ -208,7 +210,7 @@ def test_a_module_that_computes_attention_itself_is_noticed():
     sb.convert(model, budget=1 / 8)
     model(x)
     model.fused = False
-    with pytest.raises(ValueError, match="without F.scaled_dot_product_attention"):
+    with pytest.raises(ValueError, match=r"without F\.scaled_dot_product_attention"):
         model(x)
 
 
@@ -223,7 +225,12 @@ def test_timm_vision_transformers():
     from timm.models.vision_transformer import ParallelScalingBlock
 
     x = torch.randn(2, 3, 48, 48)
-    for more in ({}, {"qk_norm": True, "global_pool": "map"}, {"block_fn": ParallelScalingBlock}, {"reg_tokens": 2, "class_token": False, "global_pool": "avg"}):
+    for more in (
+        {},
+        {"qk_norm": True, "global_pool": "map"},
+        {"block_fn": ParallelScalingBlock},
+        {"reg_tokens": 2, "class_token": False, "global_pool": "avg"},
+    ):
         model = module.models.vision_transformer.VisionTransformer(
             img_size=48, patch_size=6, embed_dim=32, depth=2, num_heads=4, num_classes=3, **more
         ).eval()

@@ -309,7 +309,9 @@ def test_a_converted_model_saves_and_loads_with_its_plan_beside_it(tmp_path):
     assert torch.equal(sb.convert(other, plan)(input_ids=tokens)[0], expected)
 
 
-@pytest.mark.parametrize(("given", "word"), [({"budget": 0.1, "support": sb.Window(3)}, "not be combined"), ({"budget": 2}, "budget"), ({"plan": 3}, "plan")])
+@pytest.mark.parametrize(
+    ("given", "word"), [({"budget": 0.1, "support": sb.Window(3)}, "not be combined"), ({"budget": 2}, "budget"), ({"plan": 3}, "plan")]
+)
 def test_wrong_arguments_are_one_line(given, word):
     with pytest.raises(ValueError, match=word):
         sb.convert(bert(), **given)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from ..errors import require
 from .capture import MEMORY, Watcher, capture
+from .fit import fit
 from .plan import HeadPlan, LayerPlan, Plan
 
 NOT_CALLED = "not called during calibration"
@@ -31,7 +33,7 @@ def calibrate(
 
     budget   mean share of the visible entries over all heads; a head may get less or more of it
     error    instead: the smallest budget that reaches this mean error
-    policy   "measured" tries candidates on what was watched; "entropy" is the paper's rule
+    policy   "measured" tries candidates on what was watched; "paper" is the paper's rule, by entropy; "default" the default
     memory   bytes that may be held of q, k and v; inputs beyond are left out, and the plan says how many
 
     A batch is a tensor, a tuple of positional arguments or a mapping of keyword ones. The model runs as it is, exactly.
@@ -39,16 +41,14 @@ def calibrate(
     require(budget is None or error is None, "budget and error", "not be given together", (budget, error), "pass one of them")
     if budget is None and error is None:
         budget = 1 / 8
-    from .fit import fit  # here: fitting imports what watching does not need
-
     batches = batches if hasattr(batches, "__len__") else list(batches)
-    bar = _bar(len(batches), "watching", progress)  # type: ignore[arg-type]
-    watchers = capture(model, batches, memory, bar.update)
-    bar.close()
+    with bar(len(batches), "watching", "batch", progress) as step:  # type: ignore[arg-type]
+        watchers = capture(model, batches, memory, step)
     captures = {name: watcher.kept for name, watcher in watchers.items() if watcher.kept}
     require(captures, "model", "make an attention call that can be approximated", _why_not(watchers), "see scatterbrain.integrations")
     given: dict[str, Any] = {"budget": budget} if error is None else {"error": error}
-    fits = fit(captures, policy=policy, seed=seed, progress=progress, **given)
+    with bar(len(captures), "fitting", "layer", progress) as step:
+        fits = fit(captures, policy=policy, seed=seed, progress=lambda done, total, layer: step(), **given)
     modules = dict(model.named_modules())
     layers = {name: _layer(type(modules[name]).__name__, watcher, fits.get(name)) for name, watcher in watchers.items()}
     about = _about(watchers)
@@ -83,19 +83,15 @@ def _why_not(watchers: dict[str, Watcher]) -> str:
     return "; ".join(reasons) or "no call at all"
 
 
-class _Silent:
-    def update(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def _bar(total: int, what: str, progress: bool) -> Any:
-    if progress:
-        try:
-            from tqdm import tqdm
-        except ModuleNotFoundError:  # a bar is a comfort, not a need
-            return _Silent()
-        return tqdm(total=total, desc=what, unit="batch", leave=False, dynamic_ncols=True)
-    return _Silent()
+@contextmanager
+def bar(total: int, what: str, unit: str, shown: bool) -> Iterator[Callable[[], Any]]:
+    """A progress bar where tqdm is installed; it is a comfort, not a need."""
+    try:
+        from tqdm import tqdm
+    except ModuleNotFoundError:
+        shown = False
+    if not shown:
+        yield lambda: None
+        return
+    with tqdm(total=total, desc=what, unit=unit, leave=False, dynamic_ncols=True) as progress:
+        yield progress.update

@@ -19,20 +19,9 @@ from ..errors import require
 from ..integrations.call import Call
 from ..integrations.convert import attach, detach, layers_of
 from ..integrations.sdpa import SdpaMode, callers
+from .measure import Capture
 
 MEMORY = 2**30
-
-
-@dataclass(frozen=True, kw_only=True)
-class Capture:
-    """One input of one layer: q (1, H, N, D), k (1, H', M, D), v (1, H', M, E), key_mask (1, 1, 1, M) or None."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    key_mask: Tensor | None = None
-    causal: bool = False
-    scale: float | None = None
 
 
 @dataclass
@@ -91,7 +80,7 @@ def watching(model: nn.Module, family: str, watchers: dict[str, Any], share: int
     """A context in which the model's layers answer to `watchers`.
 
     transformers' layers are watched where they ask for their attention; others wherever scaled_dot_product_attention is
-    called, so that callers which no static search finds are seen too.
+    called, so that callers which no static search finds are seen too (and given a watcher, unless `share` is 0).
     """
     stack = ExitStack()
     if family == "transformers":
@@ -105,6 +94,7 @@ def watching(model: nn.Module, family: str, watchers: dict[str, Any], share: int
         require(id(inner) in names, "model", "call attention from its own modules", type(inner).__name__, "calibrate the model that holds it")
         name = names[id(inner)]
         if name not in watchers:
+            require(share, "plan", "name every attention layer of the model", f"nothing for {name!r}", "calibrate this model")
             watchers[name] = Watcher(name, share)
         return name, watchers[name]
 

@@ -122,13 +122,13 @@ class Plan:
         aim = f"budget {self.budget:g}" if self.budget is not None else f"error {self.error:g}"
         said = [f"{self.model}: {total} heads in {len(self.layers)} layers; {aim}, policy {self.policy}, seed {self.seed}"]
         said += [f"{name}: {value}" for name, value in self.about.items()]
-        lines = [("layer", "head", "entropy", "error", "entries", "budget", "support", "map")]
+        lines: list[tuple[str, ...]] = [("layer", "head", "entropy", "error", "entries", "budget", "support", "map")]
         for name, layer in self.layers.items():
             if not layer.heads:
                 lines.append((name, "all", "", "", "", "1", "exact", layer.note or "as planned"))
             lines += [(name, str(number), *_cells(head, layer.causal)) for number, head in enumerate(layer.heads)]
         means = [_mean([head.stats.get(key) for layer in self.layers.values() for head in layer.heads]) for key in ("entropy", "error", "entries")]
-        lines.append(("mean", "", *map(_number, means), "", "", ""))
+        lines.append(("mean", "", *map(number, means), "", "", ""))
         return "\n".join([*said, *aligned(lines, right=(1, 2, 3, 4, 5))])
 
 
@@ -151,11 +151,11 @@ def _cells(head: HeadPlan, causal: bool) -> tuple[str, ...]:
     stats, length = head.stats, int(head.stats.get("length") or 1024)
     method = head.recipe.method(length, causal)
     support, low_rank = (repr(part) if part is not None else "none" for part in (method["support"], method["low_rank"]))
-    numbers = (_number(stats.get(name)) for name in ("entropy", "error", "entries"))
+    numbers = (number(stats.get(name)) for name in ("entropy", "error", "entries"))
     return (*numbers, f"{head.recipe.budget:.4g}", support, low_rank)
 
 
-def _number(value: Any) -> str:
+def number(value: Any) -> str:
     return "" if value is None or not math.isfinite(value) else f"{value:,.1f}" if value >= 100 else f"{value:.3f}"
 
 

@@ -18,7 +18,7 @@ from .call import Handler
 from .heads import FALLBACKS, Converted, HasMethod
 
 RECORD = "_scatterbrain_conversion"
-FAMILIES = {"transformers": huggingface, "sdpa": sdpa}
+FAMILIES: dict[str, Any] = {"transformers": huggingface, "sdpa": sdpa}
 PlanLike = Plan | HasMethod | str | Path | None
 
 
@@ -81,18 +81,18 @@ def layers_of(model: nn.Module) -> tuple[str, dict[str, nn.Module]]:
     """Which way the model calls attention, and its attention modules by name."""
     require(isinstance(model, nn.Module), "model", "be a torch.nn.Module", type(model).__name__, "pass the model itself")
     family = "transformers" if huggingface.is_ours(model) else "sdpa"
-    found = FAMILIES[family].find(model)  # type: ignore[attr-defined]
+    found = FAMILIES[family].find(model)
     remedy = "run it inside sb.replace_sdpa(...), which sees every call"
     require(found, "model", "hold modules that call scaled_dot_product_attention", f"{type(model).__name__} without one", remedy)
     return family, found
 
 
 def attach(model: nn.Module, family: str, handlers: dict[str, Handler]) -> dict[str, list[Any]]:
-    return FAMILIES[family].attach(model, handlers)  # type: ignore[attr-defined, no-any-return]
+    return FAMILIES[family].attach(model, handlers)
 
 
 def detach(model: nn.Module, family: str, changed: dict[str, list[Any]]) -> None:
-    FAMILIES[family].detach(model, changed)  # type: ignore[attr-defined]
+    FAMILIES[family].detach(model, changed)
 
 
 def recipes_for(plan: PlanLike, budget: float | None, support: Any, low_rank: Any) -> Plan | HasMethod:
@@ -107,5 +107,5 @@ def recipes_for(plan: PlanLike, budget: float | None, support: Any, low_rank: An
         return found
     check_method(support, low_rank, budget, False, False)
     if parts:
-        return Recipe.fixed(*(None if is_default(part) else part for part in (support, low_rank)))
+        return Recipe.fixed(None if is_default(support) else support, None if is_default(low_rank) else low_rank)
     return Recipe.default(1 / 8 if budget is None else budget)

@@ -41,7 +41,7 @@ class Converted:
     drawn: dict[Any, Sampled] = field(default_factory=dict)
 
     def __call__(self, call: Call) -> Tensor:
-        reason = call.only_exact or ("" if self.recipes else PLANNED)
+        reason = call.only_exact if self.recipes else PLANNED
         if not reason:
             self._count(BY_RECIPE)
             return self.attend(call)

@@ -58,7 +58,6 @@ def attend(
     _refuse_by_name(handler, more)
     causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True)) and query.shape[2] > 1
     n, m = query.shape[2], key.shape[2]
-    dense = attention_mask
     if causal and m > n and (attention_mask is None or attention_mask.dim() == 2):  # a cache with room to spare, not written yet
         key, value, m = key[:, :, :n], value[:, :, :n], n
     if attention_mask is not None and attention_mask.dim() == 2:
@@ -73,9 +72,9 @@ def attend(
         refusal = "a position bias is added to the logits"
 
     def exact() -> Tensor:
-        given = dense
-        if given is not None and given.dim() == 2:
-            given = keys & torch.ones(n, m, dtype=torch.bool, device=keys.device).tril() if causal else keys  # type: ignore[union-attr]
+        given = attention_mask
+        if keys is not None and given is not None and given.dim() == 2:
+            given = keys & torch.ones(n, m, dtype=torch.bool, device=keys.device).tril() if causal else keys
         return THEIRS["attend"](module, query, key, value, given, dropout=dropout, scaling=scaling, is_causal=is_causal, **more)[0].transpose(1, 2)
 
     only_exact = DECODE if n == 1 else refusal
@@ -97,7 +96,7 @@ def handler_of(module: nn.Module) -> Handler:
 
         found = Converted(type(module).__name__, (Recipe.default(1 / 8),))
         setattr(module, SLOT, found)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _refuse_by_name(handler: Handler, more: dict[str, Any]) -> None:
@@ -113,7 +112,7 @@ def mask(
     batch_size: int,
     q_length: int | None = None,
     kv_length: int = 0,
-    q_offset: int = 0,
+    q_offset: Any = 0,
     kv_offset: int = 0,
     mask_function: Any = None,
     attention_mask: Tensor | None = None,
@@ -135,9 +134,10 @@ def mask(
         if attention_mask is None or attention_mask.shape[-1] == kv_length:
             return _padding(attention_mask, (batch_size, 1, 1, kv_length))
     elif plain and allow_is_causal_skip and not isinstance(q_offset, Tensor) and q_offset == 0 and 1 < q_length <= kv_length:
-        if attention_mask is None or attention_mask.shape[-1] >= q_length:
-            return _padding(None if attention_mask is None else attention_mask[:, :q_length], (batch_size, q_length))
-    return THEIRS["mask"](  # type: ignore[no-any-return]
+        seen = None if attention_mask is None else attention_mask[:, :q_length]
+        if seen is None or seen.shape[-1] == q_length:
+            return _padding(seen, (batch_size, q_length))
+    return THEIRS["mask"](
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,

@@ -16,7 +16,7 @@ from .heads import FALLBACKS, Converted
 from .sdpa import SdpaMode, callers
 
 
-class replace_sdpa(SdpaMode):  # noqa: N801 - reads as a verb: with sb.replace_sdpa(plan): model(x)
+class replace_sdpa(SdpaMode):
     """`with sb.replace_sdpa(plan): model(x)`; arguments as in `convert`.
 
     A call belongs to the module whose code makes it, and takes the plan's layer of that name (a plan made on a part

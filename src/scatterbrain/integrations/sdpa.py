@@ -95,12 +95,14 @@ def unlike(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> str:
 
 def callers() -> tuple[nn.Module | None, nn.Module | None]:
     """The innermost module whose code is running, and the outermost."""
-    frame, inner, outer = sys._getframe(1), None, None
+    inner: nn.Module | None = None
+    outer: nn.Module | None = None
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")
         if isinstance(found, nn.Module):
             inner, outer = inner if inner is not None else found, found
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return inner, outer
 
 
@@ -111,7 +113,7 @@ class Wrapped:
         self.module, self.handler, self.name = module, handler, name
         self.own = module.__dict__.get("forward")
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled graph ends here and goes on after
+    @torch.compiler.disable  # a compiled graph ends here and goes on after
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.own or types.MethodType(type(self.module).forward, self.module)
         mode = SdpaMode(lambda: (self.name, self.handler))
@@ -150,11 +152,11 @@ def attach(model: nn.Module, handlers: dict[str, Handler]) -> dict[str, list[str
     changed: dict[str, list[str]] = {"fused": [], "nested": []}
     for name, handler in handlers.items():
         module = model.get_submodule(name)
-        module.forward = Wrapped(module, handler, name)  # type: ignore[method-assign, assignment]
+        module.forward = Wrapped(module, handler, name)
         if isinstance(module, nn.MultiheadAttention):
             module.register_forward_pre_hook(Guard())
         if module.__dict__.get("fused_attn") is False:  # timm's own way round F.scaled_dot_product_attention
-            module.fused_attn = True
+            module.__dict__["fused_attn"] = True
             changed["fused"].append(name)
     for name, module in model.named_modules():
         if isinstance(module, nn.TransformerEncoder) and getattr(module, "use_nested_tensor", False):
@@ -173,7 +175,6 @@ def detach(model: nn.Module, changed: dict[str, list[str]]) -> None:
         for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, Guard)]:
             del module._forward_pre_hooks[key]
     for name in changed["fused"]:
-        model.get_submodule(name).fused_attn = False  # type: ignore[assignment]
+        vars(model.get_submodule(name))["fused_attn"] = False
     for name in changed["nested"]:
-        model.get_submodule(name).use_nested_tensor = True  # type: ignore[assignment]
-
+        vars(model.get_submodule(name))["use_nested_tensor"] = True
