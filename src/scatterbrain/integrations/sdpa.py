@@ -171,7 +171,7 @@ def detach(model: nn.Module, changed: dict[str, list[str]]) -> None:
         if isinstance(wrapped, Wrapped):
             del module.forward
             if wrapped.own is not None:
-                module.forward = wrapped.own  # type: ignore[method-assign]
+                module.forward = wrapped.own
         for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, Guard)]:
             del module._forward_pre_hooks[key]
     for name in changed["fused"]:
