@@ -118,18 +118,19 @@ def _add_quality(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from .lab.demo import DATA, DemoConfig
 
-    text = "error and time of full, sparse, low-rank and combined attention at equal budgets"
+    text = "a pretrained encoder converted, before and after; or error and time of attention at equal budgets"
     about = (
-        f"Measure the {text}, on clustered data (the paper's Process 1: over a grid of cluster sizes and temperatures, and timed at one cell) "
-        "and on a pretrained encoder's attention; print tables, write a figure and a record."
+        "model: fetch a pretrained encoder (MiniLM), calibrate, convert every layer, print a before/after table with the published pair beside "
+        "it, and write a page with pictures. process1, minilm: error and time of full, sparse, low-rank and combined attention at equal budgets, "
+        "on clustered data (the paper's Process 1: over a grid of sizes and temperatures, and timed at one cell) and on the encoder's attention."
     )
     demo = commands.add_parser("demo", help=text, description=about, formatter_class=_Help)
     demo.set_defaults(run=_run_demo)
     what = demo.add_argument_group("what is measured")
-    what.add_argument("--budget", type=float, metavar="B", help="share of the entries that a method may spend")
-    what.add_argument("--data", nargs="+", choices=DATA, metavar="NAME", help=f"{' and '.join(DATA)}, or one of them")
-    what.add_argument("--documents", type=int, metavar="N", help="texts of 512 tokens for the encoder")
-    what.add_argument("--seed", type=int, metavar="N", help="of the clustered data")
+    what.add_argument("--budget", type=share, metavar="B", help="share of the entries that a method may spend, such as 1/8")
+    what.add_argument("--data", nargs="+", choices=DATA, metavar="NAME", help=f"some of {', '.join(DATA)}")
+    what.add_argument("--documents", type=int, metavar="N", help="texts of 512 tokens for the encoder; as many more to calibrate on")
+    what.add_argument("--seed", type=int, metavar="N", help="of the clustered data and of the plan")
     made = demo.add_argument_group("clustered data")
     made.add_argument("--length", type=int, metavar="N", help="tokens, where timed")
     made.add_argument("--heads", type=int, metavar="N", help="heads, each drawn by itself, where timed")

@@ -52,7 +52,7 @@ class Named:
         if preset == "scatterbrain":
             return presets.scatterbrain(entries, sparse="reformer" if causal else "smyrf")
         more = {"length": length} if preset in ("sparse_transformer", "routing_transformer") else {}
-        return getattr(presets, preset)(entries, **more)  # type: ignore[no-any-return]
+        return getattr(presets, preset)(entries, **more)
 
     def refusal(self, causal: bool) -> str:
         """Why it cannot be causal; empty where it can."""

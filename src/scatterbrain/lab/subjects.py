@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ class Subject:
         """(1, tokens), whole, however long."""
         with quiet(need("transformers")), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return self.tokenizer(text, return_tensors="pt", truncation=False, add_special_tokens=not self.causal).input_ids  # type: ignore[no-any-return]
+            return self.tokenizer(text, return_tensors="pt", truncation=False, add_special_tokens=not self.causal).input_ids
 
     def windows(self, texts: list[str], length: int, count: int) -> list[dict[str, Any]]:
         """Batches of one window of `length` tokens: of each text its first, where it is long enough, or else of all texts in a row."""
@@ -88,7 +89,7 @@ def load_folder(folder: str | Path, name: str, title: str, **more: Any) -> Subje
 def load_whisper() -> Subject:
     folder = whisper.MODEL.fetch()
     try:
-        import whisper as openai_whisper
+        openai_whisper: Any = importlib.import_module("whisper")
     except ModuleNotFoundError:
         packages = "pip install --no-deps openai-whisper==20250625; pip install numba tiktoken more-itertools tqdm"
         raise LabError(f"openai-whisper is not installed; run: {packages}") from None

@@ -135,7 +135,7 @@ def perplexity(subject: Subject, length: int = 2048, windows: int = 1) -> Task:
     def run() -> float:
         losses = []
         for part in ids.split(length, 1):
-            states = subject.part.model(input_ids=part, use_cache=False)[0][0, :-1]  # type: ignore[operator, union-attr]
+            states = subject.part.model(input_ids=part, use_cache=False)[0][0, :-1]  # type: ignore[operator]
             # The logits of a long window at once would be the largest thing in memory.
             pieces = zip(states.split(1024), part[0, 1:].split(1024), strict=True)
             losses += [F.cross_entropy(subject.part.lm_head(s).float(), t, reduction="none") for s, t in pieces]  # type: ignore[operator]
@@ -152,7 +152,7 @@ def generation(subject: Subject, prompts: int = 10, length: int = 1024, new: int
 
     def run() -> Tensor:
         out = subject.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=-1)
-        return out[:, length:]  # type: ignore[no-any-return]
+        return out[:, length:]
 
     def compare(exact: Tensor, got: Tensor) -> Results:
         same = exact == got
