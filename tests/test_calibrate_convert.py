@@ -239,3 +239,33 @@ def test_the_report_measures_what_the_definition_says():
         assert head.output_error == pytest.approx(float((outputs[0] - outputs[1]).norm() / outputs[1].norm()), rel=1e-3)
         assert head.visible == pytest.approx(40.5)
     assert isinstance(report, evaluate.Report) and report.exact == {"model.layers.0.self_attn": {}, "model.layers.1.self_attn": {}}
+
+
+class Both(nn.Module):
+    """What sentence-transformers and multimodal code look like: a transformers model inside another, beside torch's own attention."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.pool = inner, nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, ids):
+        states = self.inner(input_ids=ids)[0]
+        return self.pool(states, states, states, need_weights=False)[0]
+
+
+@torch.no_grad()
+def test_a_transformers_model_inside_another_beside_torchs_own_attention(bert):
+    model = Both(bert).eval()
+    x = ids()
+    expected = model(x)
+    plan = sb.calibrate(model, [x], policy="default", progress=False)
+    assert list(plan.layers) == [*(f"inner.{name}" for name in NAMES), "pool"] and all(layer.heads for layer in plan.layers.values())
+    assert all(layer.heads[0].stats["length"] == 80 for layer in plan.layers.values())
+    assert torch.equal(model(x), expected)
+    assert torch.allclose(sb.convert(model, budget=1.0)(x), expected, atol=1e-5)
+    from scatterbrain.integrations import calls
+
+    assert calls(model) == {name: {"by its recipe": 1} for name in plan.layers}
+    assert torch.equal(sb.restore(model)(x), expected)
+    report = sb.evaluate(model.train(), plan, [x], progress=False)
+    assert len(report.heads) == 12 and model.training and model.pool.training

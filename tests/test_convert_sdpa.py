@@ -299,3 +299,22 @@ def test_a_copy_is_bound_to_itself():
         warnings.simplefilter("ignore")
         sb.restore(twin)
     assert (twin(x) - ours).abs().max() > 1e-5
+
+
+def test_replacing_nothing_is_said():
+    with pytest.warns(UserWarning, match="nothing was replaced"), sb.replace_sdpa(budget=1 / 8):
+        nn.Linear(3, 3)(torch.randn(2, 3))
+
+
+@pytest.mark.parametrize(("make", "width"), [(mixed, 16), (encoder, 32)])
+@torch.no_grad()
+def test_a_compiled_model_inside_replace_sdpa(make, width):
+    model, x = make(), torch.randn(2, 60, width)
+    with sb.replace_sdpa(budget=1 / 8) as plain:
+        expected = model(x)
+    torch._dynamo.reset()
+    with sb.replace_sdpa(budget=1 / 8) as seen:
+        got = torch.compile(model, backend="aot_eager")(x)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert seen.calls == {f"_orig_mod.{name}": counts for name, counts in plain.calls.items()}
+    assert torch.backends.mha.get_fastpath_enabled()

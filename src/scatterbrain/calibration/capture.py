@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import require
+from ..integrations import huggingface
 from ..integrations.call import Call
 from ..integrations.convert import attach, detach, layers_of
 from ..integrations.sdpa import SdpaMode, callers
@@ -64,11 +65,11 @@ def capture(model: nn.Module, batches: Iterable[Any], memory: int = MEMORY, tick
 
     A batch is a tensor, a tuple of positional arguments, or a mapping of keyword ones.
     """
-    family, found = layers_of(model)
+    found = layers_of(model)
     share = memory // max(1, len(found))
     watchers = {name: Watcher(name, share) for name in found}
     count = 0
-    with watching(model, family, watchers, share), torch.no_grad():
+    with watching(model, watchers, share), torch.no_grad():
         for count, batch in enumerate(batches, 1):  # noqa: B007
             feed(model, batch)
             tick()
@@ -76,23 +77,23 @@ def capture(model: nn.Module, batches: Iterable[Any], memory: int = MEMORY, tick
     return watchers
 
 
-def watching(model: nn.Module, family: str, watchers: dict[str, Any], share: int) -> ExitStack:
+def watching(model: nn.Module, watchers: dict[str, Any], share: int) -> ExitStack:
     """A context in which the model's layers answer to `watchers`.
 
     transformers' layers are watched where they ask for their attention; others wherever scaled_dot_product_attention is
     called, so that callers which no static search finds are seen too (and given a watcher, unless `share` is 0).
     """
-    stack = ExitStack()
-    if family == "transformers":
-        changed = attach(model, family, dict(watchers))
-        stack.callback(detach, model, family, changed)
-        return stack
+    stack, theirs = ExitStack(), huggingface.find(model)
+    changed = attach(model, {name: watcher for name, watcher in watchers.items() if name in theirs})
+    stack.callback(detach, model, changed)
     names = {id(module): name for name, module in model.named_modules()}
 
     def route() -> tuple[str, Any]:
         inner, _ = callers()
         require(id(inner) in names, "model", "call attention from its own modules", type(inner).__name__, "calibrate the model that holds it")
         name = names[id(inner)]
+        if name in theirs:  # it was asked already, and this is its exact answer being computed
+            return name, None
         if name not in watchers:
             require(share, "plan", "name every attention layer of the model", f"nothing for {name!r}", "calibrate this model")
             watchers[name] = Watcher(name, share)

@@ -140,17 +140,21 @@ def evaluate(model: nn.Module, plan: PlanLike = None, batches: Iterable[Any] = (
     """
     record = model.__dict__.pop(RECORD, None)
     if record is not None:
-        detach(model, record.family, record.changed)
+        detach(model, record.changed)
+    modes = [(module, module.training) for module in model.modules()]
     try:
+        model.eval()  # dropout is no error of the method's
         return _evaluate(model, record.handlers if plan is None and record is not None else plan, batches, seed, progress)
     finally:
+        for module, mode in modes:
+            module.training = mode
         if record is not None:
-            record.changed = attach(model, record.family, dict(record.handlers))
+            record.changed = attach(model, dict(record.handlers))
             model.__dict__[RECORD] = record
 
 
 def _evaluate(model: nn.Module, plan: Any, batches: Iterable[Any], seed: int, progress: bool) -> Report:
-    family, found = layers_of(model)
+    found = layers_of(model)
     if isinstance(plan, dict):
         converted = plan
     else:
@@ -162,7 +166,7 @@ def _evaluate(model: nn.Module, plan: Any, batches: Iterable[Any], seed: int, pr
             converted = {name: Converted(name, (recipes,)) for name in found}
     meters = {name: Meter(one, seed) for name, one in converted.items()}
     batches = batches if hasattr(batches, "__len__") else list(batches)
-    with watching(model, family, meters, 0), torch.no_grad(), bar(len(batches), "measuring", "batch", progress) as step:  # type: ignore[arg-type]
+    with watching(model, meters, 0), torch.no_grad(), bar(len(batches), "measuring", "batch", progress) as step:  # type: ignore[arg-type]
         for batch in batches:
             feed(model, batch)
             step()

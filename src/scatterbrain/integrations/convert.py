@@ -18,7 +18,6 @@ from .call import Handler
 from .heads import FALLBACKS, Converted, HasMethod
 
 RECORD = "_scatterbrain_conversion"
-FAMILIES: dict[str, Any] = {"transformers": huggingface, "sdpa": sdpa}
 PlanLike = Plan | HasMethod | str | Path | None
 
 
@@ -26,8 +25,7 @@ PlanLike = Plan | HasMethod | str | Path | None
 class Conversion:
     """What was done to a model, in names and plain values, so that it holds for a copy of the model too."""
 
-    family: str
-    changed: dict[str, list[Any]]
+    changed: dict[str, Any]
     handlers: dict[str, Converted]
 
 
@@ -50,15 +48,14 @@ def convert(
     require(RECORD not in model.__dict__, "model", "not be converted already", type(model).__name__, "call sb.restore(model) first")
     require(fallback in FALLBACKS, "fallback", f"be one of {', '.join(map(repr, FALLBACKS))}", fallback, "pick one of them")
     check_impl(impl, False)
-    family, found = layers_of(model)
+    found = layers_of(model)
     recipes = recipes_for(plan, budget, support, low_rank)
     if isinstance(recipes, Plan):
         recipes.check(model, found)
         handlers = {name: Converted(name, layer.recipes, fallback, impl) for name, layer in recipes.layers.items()}
     else:
         handlers = {name: Converted(name, (recipes,), fallback, impl) for name in found}
-    changed = attach(model, family, dict(handlers))
-    model.__dict__[RECORD] = Conversion(family, changed, handlers)
+    model.__dict__[RECORD] = Conversion(attach(model, dict(handlers)), handlers)
     return model
 
 
@@ -66,7 +63,7 @@ def restore(model: nn.Module) -> nn.Module:
     """Undo `convert`: forward functions, configuration and hooks as they were. The weights never changed."""
     record = model.__dict__.pop(RECORD, None)
     require(record is not None, "model", "be converted", type(model).__name__, "call sb.convert(model, ...) first")
-    detach(model, record.family, record.changed)
+    detach(model, record.changed)
     return model
 
 
@@ -77,22 +74,28 @@ def calls(model: nn.Module) -> dict[str, dict[str, int]]:
     return {name: dict(handler.counts) for name, handler in record.handlers.items()}  # type: ignore[union-attr]
 
 
-def layers_of(model: nn.Module) -> tuple[str, dict[str, nn.Module]]:
-    """Which way the model calls attention, and its attention modules by name."""
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Attention modules by name: those that ask transformers for their function, and those that call torch's."""
     require(isinstance(model, nn.Module), "model", "be a torch.nn.Module", type(model).__name__, "pass the model itself")
-    family = "transformers" if huggingface.is_ours(model) else "sdpa"
-    found = FAMILIES[family].find(model)
+    found = sdpa.find(model) | huggingface.find(model)
     remedy = "run it inside sb.replace_sdpa(...), which sees every call"
     require(found, "model", "hold modules that call scaled_dot_product_attention", f"{type(model).__name__} without one", remedy)
-    return family, found
+    return {name: module for name, module in model.named_modules() if name in found}
 
 
-def attach(model: nn.Module, family: str, handlers: dict[str, Handler]) -> dict[str, list[Any]]:
-    return FAMILIES[family].attach(model, handlers)
+def attach(model: nn.Module, handlers: dict[str, Handler]) -> dict[str, Any]:
+    """Let the named modules' calls be answered; returns what `detach` needs, in plain values."""
+    theirs = huggingface.find(model)
+    asking = {name: handler for name, handler in handlers.items() if name in theirs}
+    calling = {name: handler for name, handler in handlers.items() if name not in theirs}
+    changed: dict[str, Any] = {"sdpa": sdpa.attach(model, calling)}
+    return changed | ({"transformers": huggingface.attach(model, asking)} if asking else {})
 
 
-def detach(model: nn.Module, family: str, changed: dict[str, list[Any]]) -> None:
-    FAMILIES[family].detach(model, changed)
+def detach(model: nn.Module, changed: dict[str, Any]) -> None:
+    sdpa.detach(model, changed["sdpa"])
+    if "transformers" in changed:
+        huggingface.detach(model, changed["transformers"])
 
 
 def recipes_for(plan: PlanLike, budget: float | None, support: Any, low_rank: Any) -> Plan | HasMethod:

@@ -169,15 +169,25 @@ class RefuseWeights:
         require(not asked, "output_attentions", "be False", asked, "sb.restore(model) first: converted attention never forms its weights")
 
 
-def is_ours(model: nn.Module) -> bool:
-    """Whether this is a transformers model that lets its attention be set. transformers is not imported to find out."""
-    known = any(base.__module__.startswith("transformers.") and base.__name__ == "PreTrainedModel" for base in type(model).__mro__)
-    return known and bool(model._can_set_attn_implementation()) and bool(find(model))  # type: ignore[operator]
+def roots(model: nn.Module) -> list[Any]:
+    """The transformers models in a model, outermost first, that let their attention be set. transformers is not imported to find out."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module not in inside and _pretrained(type(module)) and module._can_set_attn_implementation():  # type: ignore[operator]
+            found.append(module)
+            inside.update(module.modules())
+    return found
+
+
+def _pretrained(kind: type) -> bool:
+    return any(base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.") for base in kind.__mro__)
 
 
 def find(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that ask the attention interface for their function."""
-    return {name: module for name, module in model.named_modules() if _asks(type(module))}
+    """Modules of transformers models that ask the attention interface for their function."""
+    mine = {module for root in roots(model) for module in root.modules()}
+    return {name: module for name, module in model.named_modules() if module in mine and _asks(type(module))}
 
 
 def _asks(kind: type) -> bool:
@@ -191,8 +201,9 @@ def attach(model: nn.Module, handlers: dict[str, Handler]) -> dict[str, list[Any
     before = [config._attn_implementation_internal for config in configs(model)]
     for name, handler in handlers.items():
         setattr(model.get_submodule(name), SLOT, handler)
-    model.register_forward_pre_hook(RefuseWeights(), with_kwargs=True)
-    model.set_attn_implementation(NAME)  # type: ignore[operator]
+    for root in roots(model):
+        root.register_forward_pre_hook(RefuseWeights(), with_kwargs=True)
+        root.set_attn_implementation(NAME)
     return {"implementations": before}
 
 
@@ -201,9 +212,9 @@ def detach(model: nn.Module, changed: dict[str, list[Any]]) -> None:
         config._attn_implementation_internal = implementation
     for module in model.modules():
         module.__dict__.pop(SLOT, None)
-    for key in [key for key, hook in model._forward_pre_hooks.items() if isinstance(hook, RefuseWeights)]:
-        del model._forward_pre_hooks[key]
-        model._forward_pre_hooks_with_kwargs.pop(key, None)
+        for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, RefuseWeights)]:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def configs(model: nn.Module) -> list[Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..calibration.plan import Plan
@@ -40,8 +42,20 @@ class replace_sdpa(SdpaMode):
         self.recipes = recipes_for(plan, budget, support, low_rank)
         self.fallback, self.impl = fallback, impl
         self.handlers: dict[str, Converted] = {}
-        self.outside = 0
+        self.outside, self.fast_path = 0, True
         self.names: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
+
+    def __enter__(self) -> replace_sdpa:
+        self.fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # compiled code would take it, mode or no mode
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        torch.backends.mha.set_fastpath_enabled(self.fast_path)
+        if kind is None and not self.seen:
+            warnings.warn("nothing called F.scaled_dot_product_attention inside replace_sdpa, so nothing was replaced", stacklevel=2)
 
     @property
     def calls(self) -> dict[str, dict[str, int]]:

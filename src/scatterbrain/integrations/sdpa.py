@@ -17,11 +17,12 @@ from .masks import read_mask
 
 SDPA = F.scaled_dot_product_attention
 MHA = F.multi_head_attention_forward
-Route = Callable[[], tuple[str, Handler]]
+Route = Callable[[], tuple[str, Handler | None]]
 
 
 class SdpaMode(TorchFunctionMode):
-    """Inside this context every scaled_dot_product_attention is answered by the handler that `route` names for it.
+    """Inside this context every scaled_dot_product_attention is answered by the handler that `route` names for it, or, where it
+    names none, as it would be without.
 
     F.multi_head_attention_forward, and with it nn.MultiheadAttention, is one of the callers; an active mode also keeps
     torch from its fused fast paths, which would never call either.
@@ -39,6 +40,7 @@ class SdpaMode(TorchFunctionMode):
             return self.answer_mha(*args, **kwargs)
         return func(*args, **kwargs)
 
+    @torch.compiler.disable  # a compiled graph ends here and goes on after
     def answer(
         self,
         query: Tensor,
@@ -52,6 +54,8 @@ class SdpaMode(TorchFunctionMode):
     ) -> Tensor:
         self.seen += 1
         name, handler = self.route()
+        if handler is None:
+            return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
         def exact() -> Tensor:
             return SDPA(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -70,13 +74,16 @@ class SdpaMode(TorchFunctionMode):
         out = handler(Call(name, q, k, v, keys, causal, scale, dropout_p, refusal, exact))
         return out.reshape(*query.shape[:-1], value.shape[-1])
 
+    @torch.compiler.disable
     def answer_mha(self, *args: Any, **kwargs: Any) -> Any:
         """torch's own code of this function, calling `answer` where it calls scaled_dot_product_attention."""
         names = MHA.__code__.co_varnames[: MHA.__code__.co_argcount]
         given = dict(zip(names, args, strict=False)) | kwargs
         if given.get("need_weights", True):
             self.seen += 1
-            self.route()[1].exactly("need_weights=True asks for the matrix of weights")
+            handler = self.route()[1]
+            if handler is not None:
+                handler.exactly("need_weights=True asks for the matrix of weights")
             return MHA(*args, **kwargs)
         scope = {**vars(F), "scaled_dot_product_attention": self.answer, "has_torch_function": lambda _: False}
         return types.FunctionType(MHA.__code__, scope, MHA.__name__, MHA.__defaults__)(*args, **kwargs)
