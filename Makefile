@@ -11,10 +11,12 @@ DEMO := $(VENV)/.demo
 BENCH := $(VENV)/.bench
 CHECKS := $(VENV)/.checks
 
-.PHONY: help demo bench test lint clean
+.PHONY: help demo quality bench test lint clean
 
 help:
-	@echo "make demo   errors and times at equal budgets: a table, demo/demo.png, demo/demo.json (ARGS='--budget 0.25' passes options)"
+	@echo "make demo   a pretrained encoder calibrated and converted, before and after: a table, a page with pictures in demo/ (ARGS='--budget 1/4')"
+	@echo "            ARGS='--data process1 minilm': errors and times of attention at equal budgets instead"
+	@echo "make quality what a user of converted models notices, beside every baseline at one budget: records/quality.json (about an hour; goes on if stopped)"
 	@echo "make bench  time, memory and error beside SDPA and other packages: tables, bench/*.png, bench/bench.json (ARGS='--quick' takes two minutes)"
 	@echo "make test   ruff, mypy and pytest (ARGS='-k lsh' passes options to pytest)"
 	@echo "make lint   ruff and mypy"
@@ -23,6 +25,12 @@ help:
 
 demo: $(DEMO)
 	$(BIN)/scatterbrain demo $(ARGS)
+
+# openai-whisper asks for triton, which CPUs have no use for, so it is installed without its dependencies.
+quality: $(BENCH)
+	$(PIP) install --quiet --no-deps openai-whisper==20250625
+	$(PIP) install --quiet numba tiktoken more-itertools
+	$(BIN)/scatterbrain quality $(ARGS)
 
 bench: $(BENCH)
 	$(BIN)/scatterbrain bench $(ARGS)

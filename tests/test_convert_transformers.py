@@ -1,6 +1,7 @@
 """transformers models converted: the same at budget 1, different below, honoured or refused by name, and restored."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -288,6 +289,9 @@ def test_a_copy_is_independent():
     assert torch.equal(twin(input_ids=tokens)[0], ours)
     assert torch.equal(model(input_ids=tokens)[0], exact)
     assert torch.equal(sb.restore(twin)(input_ids=tokens)[0], exact)
+    again = pickle.loads(pickle.dumps(sb.convert(model, budget=1 / 8)))
+    assert torch.equal(again(input_ids=tokens)[0], ours)
+    assert torch.equal(sb.restore(again)(input_ids=tokens)[0], exact)
 
 
 @torch.no_grad()

@@ -43,13 +43,13 @@ def test_no_mask_says_what_is_causal_says():
     assert read(None, True).causal and not read(None).causal
 
 
-def test_hidden_queries_may_have_any_row():
-    """Left padding: transformers fills rows that would be empty."""
+def test_left_padding_under_causality():
     keys = KEYS.flip(-1)
-    mask = (keys & TRIL).clone()
-    mask[1, 0, :2] = True
-    got = read(mask)
+    got = read(keys & TRIL)
     assert got.causal and torch.equal(got.key_mask, keys)
+    filled = (keys & TRIL).clone()
+    filled[1, 0, :2] = True  # rows that would be empty: some code fills them, and in cross-attention they could mean it
+    assert read(filled).refusal
 
 
 def windowed(size):
