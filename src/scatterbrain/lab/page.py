@@ -41,7 +41,7 @@ def _matrices(plt: Any, shown: list[Picture], path: Path) -> None:
             ax.set_yticks([])
         line[0].set_ylabel(picture.title, fontsize=9)
     figure.suptitle("Three heads: the easiest, a middle one and the hardest for the plan (rows are queries, log scale)", fontsize=11)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=90)
     plt.close(figure)
 
 
@@ -57,7 +57,7 @@ def _errors(plt: Any, rows: list[ModelRow], path: Path) -> None:
         ax.set_yticks(range(len(layers)), [str(n) for n in range(len(layers))])
     axes[0][0].set_ylabel("layer")
     figure.colorbar(image, ax=axes[0], label="matrix error (1: predicting zero)")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=90)
     plt.close(figure)
 
 

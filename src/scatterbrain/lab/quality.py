@@ -91,6 +91,11 @@ def run(config: QualityConfig, command: str = "") -> Path:
     return rows.path
 
 
+def here() -> str:
+    """Seconds are of this machine; a record may go on on another."""
+    return f"{machine.processor()}, {torch.get_num_threads()} threads"
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
@@ -115,7 +120,7 @@ def measure(config: QualityConfig, name: str, rows: Rows, header: dict[str, Any]
         for method in [EXACT, *(method for method in todo if method != EXACT)]:
             print(f"{subject.title}, {task_name}: {method}", flush=True)
             row = one(config, subject, method, task, ours)
-            about = {"model": name, "budget": config.budget, "method": method, "task": task_name, "inputs": task.about}
+            about = {"model": name, "budget": config.budget, "method": method, "task": task_name, "inputs": task.about, "machine": here()}
             rows.put({**about, **row}, header)
 
 
