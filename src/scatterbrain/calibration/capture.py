@@ -26,11 +26,19 @@ MEMORY = 2**30
 
 
 @dataclass
+class Pool:
+    """Bytes that all layers together may still take."""
+
+    left: int
+
+
+@dataclass
 class Watcher:
     """Answers a layer's calls exactly, as the model would, and keeps what they were about."""
 
     name: str
     share: int
+    pool: Pool
     kept: list[Capture] = field(default_factory=list)
     bytes: int = 0
     left_out: int = 0
@@ -50,11 +58,12 @@ class Watcher:
     def _keep(self, call: Call, item: int) -> None:
         parts = [t[item : item + 1] for t in (call.query, call.key, call.value)]
         size = sum(t.numel() * t.element_size() for t in parts)
-        if self.bytes + size > self.share:
+        if self.bytes + size > self.share or size > self.pool.left:
             require(self.kept, "memory", f"hold an input of layer {self.name!r}, {size:,} bytes", f"{self.share:,} a layer", "raise it or cut inputs")
             self.left_out += 1
             return
         self.bytes += size
+        self.pool.left -= size
         q, k, v = (t.detach().cpu().clone(memory_format=torch.contiguous_format) for t in parts)
         mask = None if call.key_mask is None else call.key_mask[item : item + 1].detach().cpu().clone()
         self.kept.append(Capture(q=q, k=k, v=v, key_mask=mask, causal=call.causal, scale=call.scale))
@@ -67,9 +76,10 @@ def capture(model: nn.Module, batches: Iterable[Any], memory: int = MEMORY, tick
     """
     found = layers_of(model)
     share = memory // max(1, len(found))
-    watchers = {name: Watcher(name, share) for name in found}
+    pool = Pool(memory)
+    watchers = {name: Watcher(name, share, pool) for name in found}
     count = 0
-    with watching(model, watchers, share), torch.no_grad():
+    with watching(model, watchers, lambda name: Watcher(name, share, pool)), torch.no_grad():
         for count, batch in enumerate(batches, 1):  # noqa: B007
             feed(model, batch)
             tick()
@@ -77,11 +87,12 @@ def capture(model: nn.Module, batches: Iterable[Any], memory: int = MEMORY, tick
     return watchers
 
 
-def watching(model: nn.Module, watchers: dict[str, Any], share: int) -> ExitStack:
+def watching(model: nn.Module, watchers: dict[str, Any], more: Callable[[str], Watcher] | None = None) -> ExitStack:
     """A context in which the model's layers answer to `watchers`.
 
     transformers' layers are watched where they ask for their attention; others wherever scaled_dot_product_attention is
-    called, so that callers which no static search finds are seen too (and given a watcher, unless `share` is 0).
+    called, so that callers which no static search finds are seen too (and given a watcher
+    by `more`, or refused).
     """
     stack, theirs = ExitStack(), huggingface.find(model)
     changed = attach(model, {name: watcher for name, watcher in watchers.items() if name in theirs})
@@ -95,8 +106,9 @@ def watching(model: nn.Module, watchers: dict[str, Any], share: int) -> ExitStac
         if name in theirs:  # it was asked already, and this is its exact answer being computed
             return name, None
         if name not in watchers:
-            require(share, "plan", "name every attention layer of the model", f"nothing for {name!r}", "calibrate this model")
-            watchers[name] = Watcher(name, share)
+            require(more, "plan", "name every attention layer of the model", f"nothing for {name!r}", "calibrate this model")
+            assert more is not None
+            watchers[name] = more(name)
         return name, watchers[name]
 
     stack.enter_context(SdpaMode(route))

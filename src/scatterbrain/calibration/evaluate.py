@@ -166,7 +166,7 @@ def _evaluate(model: nn.Module, plan: Any, batches: Iterable[Any], seed: int, pr
             converted = {name: Converted(name, (recipes,)) for name in found}
     meters = {name: Meter(one, seed) for name, one in converted.items()}
     batches = batches if hasattr(batches, "__len__") else list(batches)
-    with watching(model, meters, 0), torch.no_grad(), bar(len(batches), "measuring", "batch", progress) as step:  # type: ignore[arg-type]
+    with watching(model, meters), torch.no_grad(), bar(len(batches), "measuring", "batch", progress) as step:  # type: ignore[arg-type]
         for batch in batches:
             feed(model, batch)
             step()
