@@ -56,7 +56,9 @@ SIGNED = ("performer-trig", "linformer-signed", "nystrom")
 PAIRS = [(s, m) for s in (None, *SUPPORTS) for m in (None, *MAPS) if s or m]
 EACH = [(s, None) for s in SUPPORTS] + [(None, m) for m in MAPS]
 # every part alone, every support with features and with means, every map with a band, a partition and an overlap
-COMMON = EACH + [(s, m) for s, m in PAIRS if s and m and (m in ("performer", "means") or s in ("window", "smyrf", "three-overlapping"))]
+COMMON = EACH + [
+    (s, m) for s, m in PAIRS if s and m and (m in ("performer", "means", "means-fitted") or s in ("window", "smyrf", "three-overlapping"))
+]
 
 NATIVE = [f"native-{isa}" for isa in native.isas()]  # each instruction set that can run here
 
@@ -79,13 +81,16 @@ def refused(pair):
     kinds = {type(part) for part in getattr(SUPPORTS.get(support), "parts", (SUPPORTS.get(support),))}
     if sb.Clusters in kinds:
         return "Clusters"
-    if sb.Routed in kinds and low_rank not in (None, "means", "means-second-order"):
+    if sb.Routed in kinds and low_rank not in (None, "means", "means-fitted", "means-second-order"):
         return "routes alone or over cluster means"
     if low_rank in SIGNED:
         return "non-negative"
     if low_rank == "means-second-order":
         return "first order"
-    return "over cluster means" if low_rank == "means" and kinds & {sb.LSH, sb.Strided, sb.Fixed} else ""
+    fits = {part.fit for part in getattr(SUPPORTS.get(support), "parts", (SUPPORTS.get(support),)) if isinstance(part, sb.Routed)}
+    over_means = low_rank in ("means", "means-fitted")
+    others = kinds & {sb.LSH, sb.Strided, sb.Fixed} or fits - {getattr(MAPS.get(low_rank), "fit", None)}
+    return "over cluster means" if over_means and others else ""
 
 
 COVERED = [pair for pair in PAIRS if not refused(pair)]

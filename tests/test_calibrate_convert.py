@@ -207,7 +207,7 @@ def test_plans_keep_their_recipes_in_json(bert, tmp_path):
         handmade(bert), layers={"a": LayerPlan(kind="A", heads=(parts,), causal=False), "b": LayerPlan(kind="B", note="never")}
     )
     assert Plan.load(plan.save(tmp_path)) == plan
-    assert "Window(size=9" in plan.summary() and "never" in plan.summary()
+    assert "Window(9) | Columns(2)" in plan.summary() and "never" in plan.summary()
 
 
 def test_wrong_calls_are_one_line(bert):

@@ -46,6 +46,20 @@ def bart():
     return transformers.BartModel(transformers.BartConfig(d_model=32, vocab_size=WORDS, max_position_embeddings=256, **sizes)).eval()
 
 
+def clip():
+    """Two towers, each with a configuration of its own."""
+    towers = {"vision_config": {**SIZES, "image_size": 48, "patch_size": 6}, "text_config": {**SIZES, "vocab_size": WORDS, "eos_token_id": 2}}
+    return transformers.CLIPModel(transformers.CLIPConfig(**towers, projection_dim=16)).eval()
+
+
+def whisper():
+    sizes = {f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))}
+    more = {"num_mel_bins": 8, "max_source_positions": 100, "max_target_positions": 64, "decoder_start_token_id": 1}
+    return transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(d_model=32, vocab_size=WORDS, pad_token_id=0, **sizes, **more)
+    ).eval()
+
+
 def t5():
     config = transformers.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=WORDS, decoder_start_token_id=0)
     return transformers.T5Model(config).eval()
@@ -74,6 +88,8 @@ ENCODERS = {
     "gpt2-left": (gpt2, lambda: {"input_ids": ids(), "attention_mask": padded(left=True), "use_cache": False}),
     "llama": (llama, lambda: {"input_ids": ids(), "attention_mask": padded(), "use_cache": False}),
     "llama-left": (llama, lambda: {"input_ids": ids(), "attention_mask": padded(left=True), "use_cache": False}),
+    "clip": (clip, lambda: {"input_ids": ids(60), "pixel_values": torch.randn(2, 3, 48, 48)}),
+    "whisper": (whisper, lambda: {"input_features": torch.randn(2, 8, 200), "decoder_input_ids": ids(30), "use_cache": False}),
     "bart": (bart, lambda: {"input_ids": ids(), "attention_mask": padded(), "decoder_input_ids": ids(40, seed=1), "use_cache": False}),
 }
 

@@ -112,6 +112,7 @@ def as_carried(monkeypatch, folder):
         },
     }
     monkeypatch.setattr(quality, "TASKS", brief)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
 
 
 def test_quality_measures_what_the_record_lacks(folder, corpus, tmp_path, monkeypatch, capsys):
@@ -127,11 +128,13 @@ def test_quality_measures_what_the_record_lacks(folder, corpus, tmp_path, monkey
     assert record["type"] == "scatterbrain-quality" and record["rows"][: len(first["rows"])] != []
     rows = {(row["model"], row["method"], row["task"]): row for row in record["rows"]}
     assert len(rows) == 3 * len(methods)
+    assert capsys.readouterr().out.count(": exact") == 3  # what it said was kept
     assert rows["minilm", "exact", "retrieval"]["result"]["cosine"] == pytest.approx(1)
     same = rows["smollm2", "exact", "generation"]["result"]
     assert same.pop("text") and same == {"new_tokens": 4, "same_until": 4.0, "same_first": 2, "whole": 2}
     assert "not causal" in rows["smollm2", "SMYRF", "generation"]["note"]
     assert rows["smollm2", "default", "perplexity 2,048"]["result"]["perplexity"] > 1
+    quality.run(config)
     table = capsys.readouterr().out
     assert "smollm2 at budget 0.25" in table and "not causal" in table and str(out) in table
 

@@ -90,7 +90,7 @@ class Problem:
         """The support on this input; no gradient."""
         if method.support is None:
             return ()
-        ctx = self._context(memo, engine, lazy)
+        ctx = self.context(memo, engine, lazy)
         with torch.no_grad():
             return method.support.config.select(ctx, method.support.state)  # type: ignore[attr-defined]
 
@@ -98,10 +98,10 @@ class Problem:
         """The low-rank part on this input; differentiable."""
         if method.low_rank is None:
             return None
-        ctx = self._context(memo, engine, True, gradient=True)
+        ctx = self.context(memo, engine, True, gradient=True)
         return method.low_rank.config.factor(ctx, method.low_rank.state)  # type: ignore[attr-defined]
 
-    def _context(self, memo: dict[Any, Any], engine: Engine | None, lazy: bool, gradient: bool = False) -> Context:
+    def context(self, memo: dict[Any, Any], engine: Engine | None, lazy: bool, gradient: bool = False) -> Context:
         def make(name: str) -> Any:
             return lambda: getattr(self, name) if gradient else getattr(self, name).detach()
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ..errors import require
+from .allocate import Offer, allocate, uniform
 from .measure import Capture, HeadFit, entries_of, error_of, look
+from .menu import SPENDINGS, menu, paper
 from .recipe import Recipe
+from .trial import Curve, Trial, sample_rows
 
 POLICIES = ("measured", "paper", "default")
+MARGIN = 0.985  # of the budget: other inputs may spend a little more
+LADDER = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)  # menus among which the smallest budget for an error is sought
 Progress = Callable[[int, int, str], None]
 
 
@@ -26,30 +32,137 @@ def fit(
 ) -> dict[str, list[HeadFit]]:
     """Recipes for every head of every layer: at an average `budget`, or the smallest one with mean error at most `error`.
 
-    `progress(done, all, layer)` is told of every layer done.
+    policy    "measured": many recipes are tried on the first half of the captures, the least total error under one budget for
+              all heads is sought, and the other half says whether moving budget between heads pays. "paper": the same budget
+              for each, more low-rank where the entropy is high. "default": the library's default at the budget.
+    progress  `progress(done, all, layer)` is told of every layer done
+
+    Cost: a few hundred sampled rows of every capture against all its keys, once a recipe; nothing N x N is held.
     """
     one = (budget is None) != (error is None)
     require(one, "budget and error", "be given one at a time", (budget, error), "pass budget=1/8, or error=0.05")
+    for name, value in (("budget", budget), ("error", error)):
+        require(value is None or 0 < value <= 1, name, "lie in (0, 1]", value, "pass a share, such as 1/8")
     require(policy in POLICIES, "policy", f"be one of {', '.join(POLICIES)}", policy, "pick one of them")
+    require(error is None or policy == "measured", "policy", "be 'measured' when an error is asked for", policy, "pass a budget instead")
     require(len(captures) > 0, "captures", "hold a layer", "none", "run the model on some inputs first")
-    share = 1 / 8 if budget is None else budget
-    out: dict[str, list[HeadFit]] = {}
+    looks, offers = {}, {}
     for done, (name, seen) in enumerate(captures.items()):
         require(len(seen) > 0, name, "hold a capture", "none", "run the model on some inputs first")
-        out[name] = _layer(seen, Recipe.default(share), seed)
+        looks[name] = _looks(seen, seed)
+        offers[name] = _offers(seen, budget, policy, looks[name])
         if progress is not None:
             progress(done + 1, len(captures), name)
-    return out
+    heads = [head for layer in offers.values() for head in layer]
+    chosen = iter(_choose(heads, budget, error, policy))
+    return {name: [_head(next(chosen), stats) for stats in looks[name]] for name in captures}
 
 
-def _layer(captures: Sequence[Capture], recipe: Recipe, seed: int) -> list[HeadFit]:
-    """Means over the batch items of all captures."""
+def _head(offer: Offer, stats: dict[str, float]) -> HeadFit:
+    return HeadFit(recipe=offer.recipe, error=offer.held_error, entries=offer.entries, budget=offer.held_cost, **stats)
+
+
+def _looks(captures: Sequence[Capture], seed: int) -> list[dict[str, float]]:
+    """Each head's means over captures and batch items."""
+    rows = []
+    for c in captures:
+        s = look(c, seed)
+        rows.append(torch.stack([t.double() for t in (s.entropy, s.window_mass, s.column_mass)]).unflatten(1, (-1, c.heads)))
+    mean = torch.cat(rows, 1).mean(1)
+    names = ("entropy", "window_mass", "column_mass")
+    return [dict(zip(names, head, strict=True)) for head in mean.T.tolist()]
+
+
+def _offers(captures: Sequence[Capture], budget: float | None, policy: str, looks: list[dict[str, float]]) -> list[list[Offer]]:
+    """Of each head. Those that decide come from the first half of the captures (or of the rows, where there is one)."""
+    length, causal = captures[0].k.shape[2], captures[0].causal
+    if policy == "default":
+        return _default(captures, Recipe.default(budget or 1 / 8))
+    if policy == "paper":
+        assert budget is not None
+        mean = sum(x["entropy"] for x in looks) / len(looks)
+        recipes = [paper(budget, length, causal, x["entropy"] / max(mean, 1e-9)) for x in looks]
+        tried = {recipe: _tried(captures, [recipe], budget) for recipe in recipes}
+        return [tried[recipe][n] for n, recipe in enumerate(recipes)]
+    offers: list[list[Offer]] = [[] for _ in looks]
+    for share in LADDER if budget is None else (budget,):
+        for head, more in zip(offers, _tried(captures, menu(share, length, causal), share), strict=True):
+            head += more
+    return offers
+
+
+def _tried(captures: Sequence[Capture], recipes: Sequence[Recipe], budget: float) -> list[list[Offer]]:
+    offers: list[list[Offer]] = [[] for _ in range(captures[0].heads)]
+    half = (len(captures) + 1) // 2
+    single = len(captures) == 1
+    deciding = [(c, sample_rows(c, shift=0.25 if single else 0.5)) for c in captures[:half]]
+    held = [(c, sample_rows(c, shift=0.75)) for c in captures if single] + [(c, sample_rows(c)) for c in captures[half:]]
+    memos: dict[int, dict[object, object]] = {}
+    for recipe in recipes:
+        trials = [[_trial(c, recipe, rows, memos) for c, rows in part] for part in (deciding, held)]
+        visible = trials[0][0].visible.sum(-1) / trials[0][0].live.sum(-1).clamp(min=1)
+        levels = torch.tensor(SPENDINGS, dtype=torch.float64) * budget * float(visible.mean())
+        gain = _mean([t.gains(levels) for t in trials[0]], captures[0].heads)
+        curves = [_average([t.curve(gain.repeat(t.score.shape[0] // captures[0].heads, 1)) for t in part], captures[0].heads) for part in trials]
+        _collect(offers, recipe, gain, *curves)
+    return offers
+
+
+def _trial(c: Capture, recipe: Recipe, rows: Tensor, memos: dict[int, dict[object, object]]) -> Trial:
+    return Trial(c, recipe.method(c.k.shape[2], c.causal), rows, memos.setdefault(id(c), {}))
+
+
+def _mean(per_group: list[Tensor], heads: int) -> Tensor:
+    """(heads, L) from (B * heads, L) of every capture."""
+    return torch.cat([t.double().unflatten(0, (-1, heads)) for t in per_group]).mean(0)
+
+
+def _average(curves: list[Curve], heads: int) -> Curve:
+    share = [c.entries / c.visible[:, None] for c in curves]
+    visible = _mean([c.visible[:, None] for c in curves], heads)[:, 0]
+    return Curve(curves[0].gain, _mean(share, heads) * visible[:, None], _mean([c.error for c in curves], heads), visible)
+
+
+def _collect(offers: list[list[Offer]], recipe: Recipe, gain: Tensor, decide: Curve, held: Curve) -> None:
+    for n, head in enumerate(offers):
+        for level in range(gain.shape[1]):
+            cost, held_cost = (float(c.entries[n, level] / c.visible[n]) for c in (decide, held))
+            mine = dataclasses.replace(recipe, gain=round(float(gain[n, level]), 3), budget=min(1.0, max(cost, 1e-4)))
+            head.append(Offer(mine, cost, float(decide.error[n, level]), float(held.entries[n, level]), held_cost, float(held.error[n, level])))
+
+
+def _default(captures: Sequence[Capture], recipe: Recipe) -> list[list[Offer]]:
     rows: list[Tensor] = []
     for c in captures:
-        s, method = look(c, seed), recipe.method(c.k.shape[2], c.causal)
+        method = recipe.method(c.k.shape[2], c.causal)
         spent, visible = entries_of(c, method)
-        found = torch.stack([t.double() for t in (s.entropy, error_of(c, s, method), spent, spent / visible, s.window_mass, s.column_mass)])
-        rows.append(found.unflatten(1, (-1, c.heads)))
-    mean = torch.cat(rows, 1).mean(1)
-    names = ("entropy", "error", "entries", "budget", "window_mass", "column_mass")
-    return [HeadFit(recipe=recipe, **dict(zip(names, head, strict=True))) for head in mean.T.tolist()]
+        rows.append(torch.stack([t.double() for t in (spent / visible, error_of(c, look(c), method), spent)]).unflatten(1, (-1, c.heads)))
+    return [[Offer(recipe, cost, error, spent, cost, error)] for cost, error, spent in torch.cat(rows, 1).mean(1).T.tolist()]
+
+
+def _choose(heads: list[list[Offer]], budget: float | None, error: float | None, policy: str) -> list[Offer]:
+    if policy == "default":
+        return [head[0] for head in heads]
+    if budget is None:
+        assert error is not None
+        target = error
+        for _ in range(4):  # until others, too, are within it
+            chosen = allocate(heads, error=target)
+            held = _held(chosen)[1]
+            if held <= error:
+                break
+            target *= 0.98 * error / held
+        return chosen
+    if policy == "paper":
+        return uniform(heads, budget * MARGIN)
+    options = []
+    for way in (lambda b: allocate(heads, budget=b), lambda b: uniform(heads, b)):
+        chosen = way(budget * MARGIN)
+        spent = _held(chosen)[0]
+        options.append(way(budget * MARGIN**2 * budget / spent) if spent > budget * MARGIN else chosen)
+    return min(options, key=lambda chosen: _held(chosen)[1])
+
+
+def _held(chosen: Sequence[Offer]) -> tuple[float, float]:
+    """Mean cost and error on the inputs that did not decide."""
+    return sum(o.held_cost for o in chosen) / len(chosen), sum(o.held_error for o in chosen) / len(chosen)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from .. import __version__
+from ..config import Config, Union
 from ..errors import require
 from .recipe import Recipe
 
@@ -150,9 +151,20 @@ def aligned(lines: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[s
 def _cells(head: HeadPlan, causal: bool) -> tuple[str, ...]:
     stats, length = head.stats, int(head.stats.get("length") or 1024)
     method = head.recipe.method(length, causal)
-    support, low_rank = (repr(part) if part is not None else "none" for part in (method["support"], method["low_rank"]))
+    support, low_rank = (brief(method[name]) for name in ("support", "low_rank"))
     numbers = (number(stats.get(name)) for name in ("entropy", "error", "entries"))
     return (*numbers, f"{head.recipe.budget:.4g}", support, low_rank)
+
+
+def brief(part: Config | None) -> str:
+    """A support or a map, without the fields that are as usual."""
+    if part is None:
+        return "none"
+    if isinstance(part, Union):
+        return " | ".join(map(brief, part.parts))
+    own = [(f.name, getattr(part, f.name)) for f in dataclasses.fields(part) if getattr(part, f.name) != f.default]
+    first = dataclasses.fields(part)[0].name if dataclasses.fields(part) else ""
+    return f"{type(part).__name__}({', '.join(str(value) if name == first else f'{name}={value}' for name, value in own)})"
 
 
 def number(value: Any) -> str:

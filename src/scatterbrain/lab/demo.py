@@ -49,7 +49,7 @@ class DemoConfig:
     grid_length: int = 1024
     grid_draws: int = 5
     documents: int = 4
-    repeats: int = 5
+    repeats: int = 3
     threads: int | None = None
     seed: int = 0
     out: str = "demo"
