@@ -41,7 +41,7 @@ def test_a_trial_is_what_the_library_does(causal, kv):
     """Error and entries at a threshold, on all rows, against attention itself."""
     c = capture(256, causal=causal, kv=kv)
     for recipe in menu(1 / 4, 256, causal):
-        trial = Trial(c, recipe.method(256, causal), sample_rows(c))
+        trial = Trial(c, recipe.method(256, causal), sample_rows(c, 256))
         gain = trial.gains(torch.tensor([12.0])).mean().reshape(1, 1).expand(2, 1)
         curve = trial.curve(gain.round(decimals=3))
         method = dataclasses.replace(recipe, gain=round(float(gain[0, 0]), 3)).method(256, causal)

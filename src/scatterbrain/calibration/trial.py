@@ -24,7 +24,7 @@ from ..supports import Routed
 from ..supports.clusters import node_means
 from .measure import Capture
 
-ROWS = 256
+ROWS = 128
 
 
 @dataclass(frozen=True)
