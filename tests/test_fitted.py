@@ -5,11 +5,12 @@ import math
 import pytest
 import scatterbrain as sb
 import torch
-from cases import NATIVE, engine_of, normal, qkv
 from scatterbrain.fitted import fitted_clusters
 from scatterbrain.impl.reference import dense_low_rank
 from scatterbrain.problem import check_inputs, resolve
 from scatterbrain.selection import Buckets
+
+from cases import NATIVE, engine_of, normal, qkv
 
 
 def factors(q, k, v, causal=False, impl="torch", **parts):
