@@ -11,13 +11,17 @@ DEMO := $(VENV)/.demo
 BENCH := $(VENV)/.bench
 CHECKS := $(VENV)/.checks
 
-.PHONY: help demo bench test lint clean
+SANITIZED := build/sanitized
+SANITIZERS := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
+
+.PHONY: help demo bench test lint sanitize clean
 
 help:
 	@echo "make demo   errors and times at equal budgets: a table, demo/demo.png, demo/demo.json (ARGS='--budget 0.25' passes options)"
 	@echo "make bench  time, memory and error beside SDPA and other packages: tables, bench/*.png, bench/bench.json (ARGS='--quick' takes two minutes)"
 	@echo "make test   ruff, mypy and pytest (ARGS='-k lsh' passes options to pytest)"
 	@echo "make lint   ruff and mypy"
+	@echo "make sanitize  the native engine's tests under AddressSanitizer and UndefinedBehaviorSanitizer, each instruction set"
 	@echo "make clean  remove the environment, caches and outputs"
 	@echo "SCATTERBRAIN_DATA names a folder of real data; without one the demo reads Python's own documentation"
 
@@ -36,6 +40,13 @@ lint: $(CHECKS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Python is not built with the sanitizers, so their runtime is loaded before it; what Python never frees is not ours to report.
+sanitize: $(CHECKS)
+	$(BIN)/python hatch_build.py $(SANITIZED) $(SANITIZERS)
+	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	UBSAN_OPTIONS=print_stacktrace=1 SCATTERBRAIN_ENGINE_FOLDER=$(SANITIZED) \
+	$(BIN)/python -m pytest -n auto --dist worksteal -k "not compile" tests/test_native.py tests/test_native_random.py tests/test_native_rules.py tests/test_native_threads.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) demo bench build dist .pytest_cache .mypy_cache .ruff_cache

@@ -16,7 +16,9 @@ except ModuleNotFoundError:  # run by hand
     BuildHookInterface = object  # type: ignore[assignment,misc]
 
 FOLDER = Path("src/scatterbrain/impl/native")
-X86 = {"avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma", "avx2": "-mavx2 -mfma"}
+AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma"
+# The first that the compiler takes. What of bf16 is used is asked of the processor at run time.
+X86 = {"avx512": (f"{AVX512} -mavx512bf16", AVX512), "avx2": ("-mavx2 -mfma",)}
 # No -ffast-math: infinities mark what is masked. No SLP: the vectors are written out, and gcc 12 crashes on them.
 FLAGS = "-std=c++17 -O3 -fno-tree-slp-vectorize -fPIC -shared -Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized -fno-math-errno"
 
@@ -35,20 +37,29 @@ class NativeEngine(BuildHookInterface):
         build_data["artifacts"] += [str(path.relative_to(self.root)) for path in built]
 
 
-def compile_all(folder: Path, warn: Any = print, extra: str = "", suffix: str = "") -> list[Path]:
-    """The libraries that could be built."""
+def compile_all(folder: Path, warn: Any = print, extra: str = "", to: Path | None = None) -> list[Path]:
+    """The libraries that could be built from `folder`, in it or in `to`."""
+    to = to or folder
+    to.mkdir(parents=True, exist_ok=True)
     x86 = platform.machine().lower() in ("x86_64", "amd64")
-    wanted = {**(X86 if x86 else {}), "portable": ""}
+    wanted = {**(X86 if x86 else {}), "portable": ("",)}
     built = []
-    for isa, flags in wanted.items():
-        out = folder / f"_engine_{isa}{suffix}.so"
-        if _compile(folder / "csrc" / "engine.cpp", out, f"{flags} {extra}", warn):
-            built.append(out)
+    for isa, choices in wanted.items():
+        out = to / f"_engine_{isa}.so"
+        said = ""
+        for flags in choices:
+            said = _compile(folder / "csrc" / "engine.cpp", out, f"{flags} {extra}")
+            if not said:
+                built.append(out)
+                break
+        if said:
+            warn(f"scatterbrain: {out.name} was not built, others or the torch implementation will serve: {said}")
+            out.unlink(missing_ok=True)
     return built
 
 
-def _compile(source: Path, out: Path, flags: str, warn: Any) -> bool:
-    """With OpenMP, which torch brings too, or else without: the engine then starts threads of its own."""
+def _compile(source: Path, out: Path, flags: str) -> str:
+    """With OpenMP, which torch brings too, or else without: the engine then starts threads of its own. What went wrong, if anything."""
     compiler = shlex.split(os.environ.get("CXX", "g++ " if sys.platform != "darwin" else "clang++"))
     said = ""
     for threads in ("-fopenmp", "-pthread"):
@@ -59,12 +70,10 @@ def _compile(source: Path, out: Path, flags: str, warn: Any) -> bool:
             said = str(error)
             continue
         if done.returncode == 0:
-            return True
+            return ""
         errors = [line for line in done.stderr.splitlines() if "error" in line]
         said = (errors or done.stderr.splitlines() or [f"exit status {done.returncode}"])[0]
-    warn(f"scatterbrain: {out.name} was not built, others or the torch implementation will serve: {said}")
-    out.unlink(missing_ok=True)
-    return False
+    return said or "the compiler could not be run"
 
 
 def _platform() -> str:
@@ -74,7 +83,8 @@ def _platform() -> str:
 
 
 if __name__ == "__main__":
-    # python hatch_build.py [extra compiler flags]: the libraries built in place
-    found = compile_all(Path(__file__).parent / FOLDER, extra=" ".join(sys.argv[1:]))
+    # python hatch_build.py [folder [compiler flags ..]]: the libraries built in a folder, or else in place
+    to = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    found = compile_all(Path(__file__).parent / FOLDER, extra=" ".join(sys.argv[2:]), to=to)
     print(*found, sep="\n")
     sys.exit(not found)

@@ -10,6 +10,8 @@ import torch
 from scatterbrain.impl import native, reference
 from scatterbrain.problem import check_inputs, resolve
 
+from rounding import assert_within, average_error, weight_error
+
 SUPPORTS = {
     "full": sb.Full(),
     "window": sb.Window(16),
@@ -214,3 +216,18 @@ def assert_close(actual, expected, dtype, logits=1.0, condition=1.0, what=""):
 def grads(out, inputs, seed=9):
     probe = normal(*out.shape, seed=seed).to(out.dtype)
     return torch.autograd.grad((out * probe).sum(), inputs)
+
+
+def assert_rounded_once(half, full, wide, scale, impl):
+    """Half precision gives the float32 result of the same numbers, `wide`, rounded once.
+
+    Processors that multiply pairs of bfloat16 are given weights, and means of values, rounded to it. With u its unit roundoff,
+    that errs by u (|l| + |l|) off the support and u |a - l| on it, where the sums of a, of l and of all weights are at most 1
+    and the mean's weight on a cluster is at most the exact one (Jensen): 5 u max|v|, the result's own rounding counted.
+    """
+    if half.dtype == torch.bfloat16 and impl == "native-avx512":
+        q, k, v = (t.detach() for t in wide)
+        two_logits = average_error(weight_error(q, k, q.shape[3] ** -0.5 if scale is None else scale, torch.float32), v, torch.float32)
+        assert_within(half.detach(), full.detach(), 5 * 2.0**-9 * v.abs().max().item() + two_logits, "half precision")
+    else:
+        assert torch.equal(half, full.to(half.dtype)), "half precision is not float32 rounded once"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .context import Context, gather_rows, spread
+from .context import Context, at_rank, gather_rows, spread
 
 ROWS_AT_ONCE = 2**22  # score entries held at a time
 TWO_LEVELS_FROM = 32  # clusters
@@ -42,8 +42,7 @@ def segment_mean(x: Tensor, label: Tensor, segments: int) -> tuple[Tensor, Tenso
 
 def spread_centres(x: Tensor, mask: Tensor, count: Tensor, centres: int) -> Tensor:
     """Evenly spaced visible rows of x."""
-    at = torch.searchsorted(mask.to(torch.int64).cumsum(-1), spread(count, centres) + 1)
-    return gather_rows(x, at.clamp(max=x.shape[1] - 1))
+    return gather_rows(x, at_rank(mask, spread(count, centres)))
 
 
 def lloyd(x: Tensor, mask: Tensor, centres: Tensor, iterations: int, near: Callable[[Tensor, Tensor], Tensor] = nearest) -> Tensor:

@@ -100,7 +100,10 @@ class Union(Support):
         return state
 
     def causal_refusal(self) -> str:
-        return next((r for p in self.parts if (r := p.causal_refusal())), "")
+        for part in self.parts:  # a loop: torch.compile cannot trace the generator that would say the same
+            if part.causal_refusal():
+                return part.causal_refusal()
+        return ""
 
     def select(self, ctx: Context, state: Mapping[str, Tensor]) -> tuple[Layer, ...]:
         layers: list[Layer] = []

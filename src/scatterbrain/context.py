@@ -84,10 +84,10 @@ class Context:
 
     def key_at(self, rank: Tensor) -> Tensor:
         """(G, r) positions of the visible keys with these ranks (G, r)."""
-        return _at_rank(self.visible, rank)
+        return at_rank(self.visible, rank)
 
     def query_at(self, rank: Tensor) -> Tensor:
-        return _at_rank(self.active, rank)
+        return at_rank(self.active, rank)
 
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:
         """Share work between a support and a map of one call, such as the same clusters."""
@@ -96,9 +96,16 @@ class Context:
         return self.memo[key]
 
 
-def _at_rank(mask: Tensor, rank: Tensor) -> Tensor:
-    upto = mask.to(torch.int64).cumsum(-1)
-    return torch.searchsorted(upto, rank + 1).clamp(max=mask.shape[1] - 1)
+def at_rank(mask: Tensor, rank: Tensor) -> Tensor:
+    """(G, r) position of the rank-th True of each row of mask (G, M); the last one's beyond their number, 0 where there is none.
+
+    Not by searchsorted, which Inductor refuses on the cumulative sum of a constant (torch 2.11).
+    """
+    m, upto = mask.shape[1], mask.to(torch.int64).cumsum(-1)
+    place = torch.where(mask, upto - 1, m)
+    position = torch.arange(m, device=mask.device).expand_as(place)
+    table = torch.zeros(mask.shape[0], m + 1, dtype=torch.int64, device=mask.device).scatter_(1, place, position)
+    return table.gather(1, torch.minimum(rank, (upto[:, -1:] - 1).clamp(min=0)))
 
 
 def spread(count: Tensor, samples: int) -> Tensor:

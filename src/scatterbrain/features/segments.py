@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..clustering import segment_mean
-from ..context import gather_rows
+from ..context import at_rank, gather_rows
 
 
 def segment_of(mask: Tensor, segments: int) -> Tensor:
@@ -21,8 +21,7 @@ def landmarks(x: Tensor, mask: Tensor, segments: int) -> Tensor:
     mean, size = segment_mean(x, segment_of(mask, segments), segments)
     count = mask.sum(-1, keepdim=True).clamp(min=1)
     rank = torch.arange(segments, device=x.device) * count // segments
-    at = torch.searchsorted(mask.to(torch.int64).cumsum(-1), rank + 1).clamp(max=x.shape[1] - 1)
-    return torch.where(size[..., None] > 0, mean, gather_rows(x, at))
+    return torch.where(size[..., None] > 0, mean, gather_rows(x, at_rank(mask, rank)))
 
 
 def log_abs(x: Tensor) -> Tensor:

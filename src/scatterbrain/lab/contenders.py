@@ -142,8 +142,11 @@ def default(shape: Shape) -> Method:
 
 def selected(shape: Shape) -> Method:
     """The default's support alone, grown to what the default spends with its means."""
-    grown = shape.entries / (1.0 if shape.causal else 0.6)
-    return {"support": sb.presets.default(round(grown), length=shape.length, causal=shape.causal)["support"], "low_rank": None}
+    grown = float(shape.entries)
+    for _ in range(4):
+        support = sb.presets.default(round(grown), length=shape.length, causal=shape.causal)["support"]
+        grown = min(grown * shape.entries / support.entries(shape.length, shape.length, shape.width, shape.causal), shape.length - 1)
+    return {"support": support, "low_rank": None}
 
 
 def means(shape: Shape) -> Method:

@@ -34,7 +34,7 @@ public:
     }
 
 private:
-    Buffer weights, low, sums, totals;
+    Buffer weights, rounded, low, sums, totals;
     int low_masks[KEYS_AT_ONCE];
     std::vector<char> steady;  // rows whose reference will not change
 
@@ -86,14 +86,32 @@ private:
         const float* q[GROUP];
         float *to[GROUP], *out[GROUP], alpha[GROUP];
         for (int r = 0; r < n; ++r) {
-            q[r] = h.q.row(rows[r]);
+            q[r] = h.paired ? h.q_half.row(rows[r]) : h.q.row(rows[r]);
+            alpha[r] = h.call.scale;
             to[r] = s + r * KEYS_AT_ONCE;
             out[r] = h.out.data() + static_cast<int64_t>(rows[r]) * h.ep;
         }
-        if (rule.exact) product(n, q, 1, panels(t.kt, h.d, from), upto - from, h.d, to);
+        if (rule.exact && h.paired) product(n, q, 1, paired(panels(t.kt, h.d2, from)), upto - from, h.d2, to, SET, alpha);
+        if (rule.exact && !h.paired) product(n, q, 1, panels(t.kt, h.d, from), upto - from, h.d, to);
         if (rule.low) low_products(t, from, upto, rows, n);
         for (int r = 0; r < n; ++r) alpha[r] = rule.open ? weigh_open(count, wide, rows[r], to[r]) : weigh(t, start, wide, rows[r], to[r], rule, r);
-        product(n, to, 1, plain(t.v + static_cast<int64_t>(start) * t.v_step, t.v_step), h.ep / W, count, out, SCALE_ADD, alpha);
+        if (h.paired)
+            add_pairs(t, start, count, wide, n, to, out, alpha);
+        else
+            product(n, to, 1, plain(t.v + static_cast<int64_t>(start) * t.v_step, t.v_step), h.ep / W, count, out, SCALE_ADD, alpha);
+    }
+
+    // Weights rounded to the values' bfloat16, as PyTorch's attention does; the denominator sums them unrounded.
+    void add_pairs(const Tile& t, int start, int count, int wide, int n, float* const* s, float* const* out, const float* alpha) {
+        const float* pairs[GROUP];
+        float* to = rounded.get(GROUP * KEYS_AT_ONCE / 2);
+        for (int r = 0; r < n; ++r) {
+            if (wide % (2 * W)) store(s[r] + wide, zero());
+            round_pairs(s[r], round_up(wide, 2 * W), to + r * KEYS_AT_ONCE / 2);
+            pairs[r] = to + r * KEYS_AT_ONCE / 2;
+        }
+        const int64_t first = static_cast<int64_t>(start / 2) * h.ep;
+        product(n, pairs, 1, paired(plain(t.v_pairs + first, h.ep)), h.ep / W, (count + 1) / 2, out, SCALE_ADD, alpha);
     }
 
     void low_products(const Tile& t, int from, int upto, const int* rows, int n) {
@@ -225,9 +243,18 @@ private:
 
     void add_nodes(int a, int z, int from, int upto) {
         constexpr int STEP = 64;  // nodes: their values stay in the first-level cache for all queries
-        for (int c = from; c < upto; c += STEP)
+        for (int c = from; c < upto; c += STEP) {
+            if (h.paired) {
+                const int some = std::min(STEP, upto - c), wide = round_up(some, 2 * W);
+                float* to = rounded.get(static_cast<int64_t>(BQ) * STEP / 2);
+                for (int i = a; i < z; ++i) round_pairs(row_of(i) + c, wide, to + (i - a) * STEP / 2);
+                product_rows(z - a, to, STEP / 2, 1, paired(plain(h.mean_pairs.data() + static_cast<int64_t>(c / 2) * h.ep, h.ep)), h.ep / W, some / 2,
+                             h.out.data() + static_cast<int64_t>(a) * h.ep, h.ep, ADD);
+                continue;
+            }
             product_rows(z - a, row_of(a) + c, h.total, 1, plain(h.mean.data() + static_cast<int64_t>(c) * h.ep, h.ep), h.ep / W, std::min(STEP, upto - c),
                          h.out.data() + static_cast<int64_t>(a) * h.ep, h.ep, ADD);
+        }
     }
 
     void features_base() {

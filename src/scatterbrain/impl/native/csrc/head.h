@@ -12,6 +12,7 @@ constexpr int BQ = 96;  // queries done together: their node weights stay in the
 struct Tile {
     int n = 0;
     const float *kt = nullptr, *v = nullptr, *psi_t = nullptr;
+    const float* v_pairs = nullptr;                // instead of v: two keys a row, their values side by side
     int64_t v_step = 0;
     const int *pos = nullptr, *ok = nullptr;       // ok: 0 where masked; null where all are visible
     std::vector<const int*> label;                 // of each bucket layer
@@ -102,12 +103,15 @@ static How how_of(const SbCall& c) {
 struct Head {
     const SbCall& call;
     const int n, m, d, e, dp, ep, r, rp;
+    const int d2;              // width in pairs
     const bool causal, grad;
     const How how;
+    const bool paired;         // bfloat16 inputs on a processor that multiplies pairs of them: logits, and sums of values
     int64_t g = 0;
     const uint8_t* ok = nullptr;
     View q, k, v, d_out;
-    Buffer kt, vt;
+    HalfView q_half, k_half, v_half;
+    Buffer kt, vt, v_pairs;
     std::vector<int> pos, okay;
     std::vector<Buckets> buckets;
     std::vector<const SbLayer*> blocks, bands, rows;
@@ -117,7 +121,7 @@ struct Head {
     Buffer psi, phi, rho, psi_t;
     // nodes: those of the clusters, then those of the inner blocks
     int nodes = 0, pad = 0, total = 0, per_chunk = 0;
-    Buffer mu, mu_t, mean, mean_t, log_count, count, mass, inv, inv_in, worth;  // log_count: of the weights; inv: a key's share of its node
+    Buffer mu, mu_t, mean, mean_t, mean_pairs, log_count, count, mass, inv, inv_in, worth;  // log_count: of the weights; inv: a key's share of its node
     std::vector<float> peak;                                                     // the largest log weight of a node's keys
     float heaviest_key = 0;                                                      // largest absolute log weight
     std::vector<int> face, face_in;
@@ -138,7 +142,9 @@ struct Head {
 
     Head(const SbCall& c, bool backward)
         : call(c), n(static_cast<int>(c.n)), m(static_cast<int>(c.m)), d(static_cast<int>(c.d)), e(static_cast<int>(c.e)), dp(round_up(d, W)),
-          ep(round_up(e, W)), r(static_cast<int>(c.features)), rp(round_up(r, W)), causal(c.causal != 0), grad(backward), how(how_of(c)) {}
+          ep(round_up(e, W)), r(static_cast<int>(c.features)), rp(round_up(r, W)), d2((d + 1) / 2), causal(c.causal != 0), grad(backward), how(how_of(c)),
+          paired(pairs_here() && c.q.dtype == SB_BF16 && c.k.dtype == SB_BF16 && c.v.dtype == SB_BF16 && !backward &&
+                 how != HOW_CORRECTION) {}  // what is taken out again must not be rounded
 
     bool with_features() const { return how == HOW_TOTAL || how == HOW_BAND || how == HOW_PARTITION || how == HOW_CORRECTION; }
     bool with_means() const { return how == HOW_MEANS; }
@@ -152,6 +158,11 @@ struct Head {
         k.read(call.k, b, h / call.rep, m, d, ok, grad);
         v.read(call.v, b, h / call.rep, m, e, ok, true);
         if (grad) d_out.read(call.d_out, b, h, n, e, nullptr, true);
+        if (paired) {
+            q_half.read(call.q, b, h, n, d, nullptr);
+            k_half.read(call.k, b, h / call.rep, m, d, ok);
+            v_half.read(call.v, b, h / call.rep, m, e, ok);
+        }
         longest = longest_key();
         sort_layers();
         pack_natural(threads);
@@ -199,8 +210,23 @@ struct Head {
         natural.k = k.base, natural.k_step = k.step;
         for (const Buckets& x : buckets) natural.label.push_back(x.k.data());
         if (!needs_natural()) return;
+        if (paired) {
+            pack<true>([&](int j) { return k_half.row(j); }, m, d2, 1.0f, kt.get(static_cast<int64_t>(round_up(m, W)) * d2));
+            natural.kt = kt.data();
+            natural.v_pairs = value_pairs([](int x) { return x; }, m, v_pairs);
+            return;
+        }
         natural.kt = packed(kt, k, m, d, call.scale, threads);
         if (grad) natural.vt = packed(vt, v, m, e, 1.0f, threads);
+    }
+
+    // The values of keys at(0), at(1) .. two by two, for products with pairs of weights.
+    template <class At>
+    const float* value_pairs(At at, int n, Buffer& to) const {
+        const int64_t size = static_cast<int64_t>(n + 1) / 2 * ep;
+        float* out = e < ep ? to.cleared(size) : to.get(size);
+        for (int x = 0; x < n; x += 2, out += ep) interleave(v_half.row(at(x)), x + 1 < n ? v_half.row(at(x + 1)) : nullptr, e, out);
+        return to.data();
     }
 
     static const float* packed(Buffer& to, const View& x, int n, int width, float by, int threads) {
@@ -331,6 +357,7 @@ struct Head {
             if (with_means())
                 for (int t = 0; t < ep; ++t) mv[static_cast<int64_t>(c) * ep + t] *= by;
         }
+        if (paired && with_means()) round_values(mv);
         pack([&](int c) { return mk + static_cast<int64_t>(c) * dp; }, total, d, call.scale, mu_t.get(static_cast<int64_t>(round_up(total, W)) * d));
         if (grad && with_means()) pack([&](int c) { return mv + static_cast<int64_t>(c) * ep; }, total, e, 1.0f, mean_t.get(static_cast<int64_t>(round_up(total, W)) * e));
         const int wide = round_up(m, W) + W;
@@ -340,6 +367,19 @@ struct Head {
             float* by_in = inv_in.cleared(wide);
             for (int j = 0; j < m; ++j) by_in[j] = peak[face_in[j]] == NONE ? 0.0f : ic[face_in[j]] * weight_of(j, face_in[j], off_in);
         }
+    }
+
+    // Means of values as pairs.
+    void round_values(const float* mv) {
+        const int wide = round_up(e, 2 * W);
+        Buffer row, halves;
+        float *x = row.cleared(wide), *to = halves.get(static_cast<int64_t>(total) * wide / 2);
+        for (int c = 0; c < total; ++c) {
+            std::memcpy(x, mv + static_cast<int64_t>(c) * ep, e * sizeof(float));
+            round_pairs(x, wide, to + static_cast<int64_t>(c) * wide / 2);
+        }
+        float* out = mean_pairs.cleared(static_cast<int64_t>(total / 2) * ep);
+        for (int c = 0; c < total; c += 2) interleave(to + static_cast<int64_t>(c) * wide / 2, to + static_cast<int64_t>(c + 1) * wide / 2, e, out + c / 2 * ep);
     }
 };
 

@@ -208,11 +208,15 @@ protected:
         Tile& t = l.tile;
         t = Tile{};
         t.n = n;
-        auto key = [&](int x) { return h.k.row(l.keys[x]); };
-        pack(key, n, h.d, h.call.scale, l.kt.get(static_cast<int64_t>(wide) * h.d));
+        if (h.paired) {
+            pack<true>([&](int x) { return h.k_half.row(l.keys[x]); }, n, h.d2, 1.0f, l.kt.get(static_cast<int64_t>(wide) * h.d2));
+            t.v_pairs = h.value_pairs([&](int x) { return l.keys[x]; }, n, l.v);
+        } else {
+            pack([&](int x) { return h.k.row(l.keys[x]); }, n, h.d, h.call.scale, l.kt.get(static_cast<int64_t>(wide) * h.d));
+            copy_rows(l, h.v.base, h.v.step, h.ep, l.v);
+            t.v = l.v.data(), t.v_step = h.ep;
+        }
         t.kt = l.kt.data();
-        copy_rows(l, h.v.base, h.v.step, h.ep, l.v);
-        t.v = l.v.data(), t.v_step = h.ep;
         if (!open || h.grad) {
             l.pos.assign(wide, INT_MAX);
             std::copy(l.keys.begin(), l.keys.end(), l.pos.begin());

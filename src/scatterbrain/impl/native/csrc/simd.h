@@ -148,7 +148,36 @@ static inline vf exp_of(vf x) {
 
 static inline float exp_of(float x) { return exp_of(all(x))[0]; }
 
-// What a product does with what stands in C.
+// Pairs of bfloat16 in the lanes of a vector, where the processor multiplies such: the rest of the code carries them as
+// floats that are never computed with.
+static inline bool pairs_here() {
+#if defined(__AVX512BF16__)
+    static const bool here = __builtin_cpu_supports("avx512bf16");
+    return here;
+#else
+    return false;
+#endif
+}
+
+static inline vf dot_pairs(vf acc, float s, vf x) {
+#if defined(__AVX512BF16__)
+    return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_ps(s), (__m512bh)(__m512)x);
+#else
+    return acc + s * x;  // never called
+#endif
+}
+
+// n floats, a multiple of 2 W, rounded to bfloat16: n / 2 pairs.
+static inline void round_pairs(const float* from, int n, float* to) {
+#if defined(__AVX512BF16__)
+    for (int x = 0; x < n; x += 2 * W)
+        _mm512_storeu_si512(to + x / 2, (__m512i)_mm512_cvtne2ps_pbh((__m512)load(from + x + W), (__m512)load(from + x)));
+#else
+    for (int x = 0; x < n / 2; ++x) to[x] = from[x];  // never called
+#endif
+}
+
+// What a product does with what stands in C. SET with an alpha multiplies the result by it.
 enum Into { SET, ADD, SCALE_ADD };
 
 // C[r][v] (+)= sum_k a[r][k * as] * B[k][v], B[k] at b + k * bs or, with rows given, at rows[k]; vector v of a row of B
@@ -158,9 +187,10 @@ struct Operand {
     int64_t step;              // floats from one k to the next
     int64_t vec;               // floats from one vector of a row to the next
     const float* const* rows;  // or a pointer a k
+    bool pairs = false;        // of bfloat16: K counts pairs
 };
 
-template <int R, int NV, bool ROWS>
+template <int R, int NV, bool ROWS, bool PAIRS>
 static inline void micro(const float* const* a, int64_t as, const Operand& b, int64_t b_at, int K, float* const* c, int64_t c_at, Into into,
                          const float* alpha) {
     vf acc[R][NV];
@@ -183,58 +213,60 @@ static inline void micro(const float* const* a, int64_t as, const Operand& b, in
         for (int r = 0; r < R; ++r) {
             const float s = ar[r][k * as];
 #pragma GCC unroll 4
-            for (int v = 0; v < NV; ++v) acc[r][v] += s * x[v];
+            for (int v = 0; v < NV; ++v) acc[r][v] = PAIRS ? dot_pairs(acc[r][v], s, x[v]) : acc[r][v] + s * x[v];
         }
         if (!ROWS) bk += b.step;
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; ++v) store(c[r] + c_at + v * W, acc[r][v]);
+        for (int v = 0; v < NV; ++v) store(c[r] + c_at + v * W, into == SET && alpha ? acc[r][v] * alpha[r] : acc[r][v]);
 }
 
 // The rows a kernel of NV vectors holds.
 constexpr int rows_held(int nv) { return W < 16 || nv >= 4 ? MR : nv == 3 ? 8 : 12; }
 
-template <int R, int NV, bool ROWS>
+template <int R, int NV, bool ROWS, bool PAIRS>
 static inline void rows_left(int n, const float* const* a, int64_t as, const Operand& b, int64_t b_at, int K, float* const* c, int64_t c_at,
                              Into into, const float* alpha) {
-    if (n == R) return micro<R, NV, ROWS>(a, as, b, b_at, K, c, c_at, into, alpha);
-    if constexpr (R > 1) rows_left<R - 1, NV, ROWS>(n, a, as, b, b_at, K, c, c_at, into, alpha);
+    if (n == R) return micro<R, NV, ROWS, PAIRS>(a, as, b, b_at, K, c, c_at, into, alpha);
+    if constexpr (R > 1) rows_left<R - 1, NV, ROWS, PAIRS>(n, a, as, b, b_at, K, c, c_at, into, alpha);
 }
 
-template <int NV, bool ROWS>
+template <int NV, bool ROWS, bool PAIRS>
 static inline void columns_of(int n, const float* const* a, int64_t as, const Operand& b, int64_t b_at, int K, float* const* c, int64_t c_at,
                               Into into, const float* alpha) {
     constexpr int R = rows_held(NV);
     int r = 0;
-    for (; r + R <= n; r += R) micro<R, NV, ROWS>(a + r, as, b, b_at, K, c + r, c_at, into, alpha ? alpha + r : nullptr);
-    if (r < n) rows_left<R, NV, ROWS>(n - r, a + r, as, b, b_at, K, c + r, c_at, into, alpha ? alpha + r : nullptr);
+    for (; r + R <= n; r += R) micro<R, NV, ROWS, PAIRS>(a + r, as, b, b_at, K, c + r, c_at, into, alpha ? alpha + r : nullptr);
+    if (r < n) rows_left<R, NV, ROWS, PAIRS>(n - r, a + r, as, b, b_at, K, c + r, c_at, into, alpha ? alpha + r : nullptr);
 }
 
-template <bool ROWS>
+template <bool ROWS, bool PAIRS>
 static inline void all_columns(int n, const float* const* a, int64_t as, const Operand& b, int nv, int K, float* const* c, Into into,
                                const float* alpha) {
     const int64_t vec = ROWS ? W : b.vec;
     int v = 0;
 #if defined(__AVX512F__)
-    for (; nv - v >= 4 && nv - v != 5; v += 4) columns_of<4, ROWS>(n, a, as, b, v * vec, K, c, v * W, into, alpha);
-    if (nv - v == 5) columns_of<3, ROWS>(n, a, as, b, v * vec, K, c, v * W, into, alpha), v += 3;
-    if (nv - v == 3) columns_of<3, ROWS>(n, a, as, b, v * vec, K, c, v * W, into, alpha);
-    if (nv - v == 2) columns_of<2, ROWS>(n, a, as, b, v * vec, K, c, v * W, into, alpha);
+    for (; nv - v >= 4 && nv - v != 5; v += 4) columns_of<4, ROWS, PAIRS>(n, a, as, b, v * vec, K, c, v * W, into, alpha);
+    if (nv - v == 5) columns_of<3, ROWS, PAIRS>(n, a, as, b, v * vec, K, c, v * W, into, alpha), v += 3;
+    if (nv - v == 3) columns_of<3, ROWS, PAIRS>(n, a, as, b, v * vec, K, c, v * W, into, alpha);
+    if (nv - v == 2) columns_of<2, ROWS, PAIRS>(n, a, as, b, v * vec, K, c, v * W, into, alpha);
 #else
-    for (; nv - v >= NV_MAX; v += NV_MAX) columns_of<NV_MAX, ROWS>(n, a, as, b, v * vec, K, c, v * W, into, alpha);
+    for (; nv - v >= NV_MAX; v += NV_MAX) columns_of<NV_MAX, ROWS, PAIRS>(n, a, as, b, v * vec, K, c, v * W, into, alpha);
 #endif
-    if (nv - v == 1) columns_of<1, ROWS>(n, a, as, b, v * vec, K, c, v * W, into, alpha);
+    if (nv - v == 1) columns_of<1, ROWS, PAIRS>(n, a, as, b, v * vec, K, c, v * W, into, alpha);
 }
 
 // n <= GROUP rows of C, nv vectors wide.
 static inline void product(int n, const float* const* a, int64_t as, const Operand& b, int nv, int K, float* const* c, Into into = SET,
                            const float* alpha = nullptr) {
     if (b.rows)
-        all_columns<true>(n, a, as, b, nv, K, c, into, alpha);
+        all_columns<true, false>(n, a, as, b, nv, K, c, into, alpha);
+    else if (b.pairs)
+        all_columns<false, true>(n, a, as, b, nv, K, c, into, alpha);
     else
-        all_columns<false>(n, a, as, b, nv, K, c, into, alpha);
+        all_columns<false, false>(n, a, as, b, nv, K, c, into, alpha);
 }
 
 // Any number of rows: row r of A at a0 + r * ar, row r of C at c0 + r * cr.
@@ -250,11 +282,12 @@ static inline void product_rows(int n, const float* a0, int64_t ar, int64_t as, 
 }
 
 #if defined(__AVX512F__)
-// Sixteen rows of sixteen turned on their side.
+// Sixteen rows of sixteen turned on their side; BITS: moved, not multiplied.
+template <bool BITS>
 static inline void turn(const float* const* row, int64_t at, float by, float* out) {
     __m512 r[16], t[16];
 #pragma GCC unroll 16
-    for (int x = 0; x < 16; ++x) r[x] = _mm512_mul_ps(_mm512_loadu_ps(row[x] + at), _mm512_set1_ps(by));
+    for (int x = 0; x < 16; ++x) r[x] = BITS ? _mm512_loadu_ps(row[x] + at) : _mm512_mul_ps(_mm512_loadu_ps(row[x] + at), _mm512_set1_ps(by));
 #pragma GCC unroll 12
     for (int x = 0; x < 16; x += 2) {
         t[x] = _mm512_unpacklo_ps(r[x], r[x + 1]);
@@ -281,7 +314,7 @@ static inline void turn(const float* const* row, int64_t at, float by, float* ou
 #endif
 
 // Rows side by side for a product: [n / W][d][W], times `by`, zeros beyond n.
-template <class Row>
+template <bool BITS = false, class Row>
 static inline void pack(Row row, int n, int d, float by, float* out) {
     static const float nothing[4096] = {};
     for (int p = 0; p < n; p += W, out += static_cast<int64_t>(d) * W) {
@@ -292,17 +325,21 @@ static inline void pack(Row row, int n, int d, float by, float* out) {
 #if defined(__AVX512F__)
         const float* rows[16];
         for (int l = 0; l < 16; ++l) rows[l] = l < some ? row(p + l) : nothing;
-        for (; first + 16 <= d && first + 16 <= 4096; first += 16) turn(rows, first, by, out + first * W);
+        for (; first + 16 <= d && first + 16 <= 4096; first += 16) turn<BITS>(rows, first, by, out + first * W);
 #endif
         for (int l = 0; l < W; ++l) {
             const float* x = l < some ? row(p + l) : nullptr;
-            for (int t = first; t < d; ++t) out[t * W + l] = x ? x[t] * by : 0.0f;
+            for (int t = first; t < d; ++t) out[t * W + l] = !x ? 0.0f : BITS ? x[t] : x[t] * by;
         }
     }
 }
 
 static inline Operand panels(const float* packed, int d, int first = 0) {
     return {packed + static_cast<int64_t>(first) * d * W, W, static_cast<int64_t>(d) * W, nullptr};
+}
+static inline Operand paired(Operand x) {
+    x.pairs = true;
+    return x;
 }
 static inline Operand plain(const float* base, int64_t step) { return {base, step, W, nullptr}; }
 static inline Operand by_row(const float* const* rows) { return {nullptr, 0, W, rows}; }

@@ -96,7 +96,7 @@ public:
     }
     float* cleared(int64_t n) {
         float* p = get(n);
-        std::memset(p, 0, n * sizeof(float));
+        if (n > 0) std::memset(p, 0, n * sizeof(float));
         return p;
     }
     float* data() const { return data_.get(); }
@@ -157,5 +157,54 @@ struct View {
         base = to;
     }
 };
+
+// Rows of one head of bfloat16 as they are, an even number wide, to be read as pairs (see simd.h). Masked rows are zero.
+struct HalfView {
+    const float* base = nullptr;
+    int64_t step = 0;  // pairs
+    Buffer copy;
+
+    const float* row(int64_t i) const { return base + i * step; }
+
+    void read(const SbArray& a, int64_t b, int64_t h, int64_t n, int64_t width, const uint8_t* mask) {
+        const uint16_t* from = static_cast<const uint16_t*>(a.data) + b * a.sb + h * a.sh;
+        if (!mask && a.sd == 1 && width % 2 == 0 && a.sn % 2 == 0 && reinterpret_cast<uintptr_t>(from) % 4 == 0) {
+            base = reinterpret_cast<const float*>(from);
+            step = a.sn / 2;
+            return;
+        }
+        step = (width + 1) / 2;
+        float* to = copy.cleared(n * step);
+        std::vector<uint16_t> some(width);
+        for (int64_t i = 0; i < n; ++i) {
+            if (mask && !mask[i]) continue;
+            for (int64_t t = 0; t < width; ++t) some[t] = from[i * a.sn + t * a.sd];
+            std::memcpy(to + i * step, some.data(), width * sizeof(uint16_t));
+        }
+        base = to;
+    }
+};
+
+// Two rows of pairs (null: zeros) side by side: lane c holds what stands at c in both, for a product over rows.
+static inline void interleave(const float* first, const float* second, int64_t width, float* to) {
+    static const uint16_t nothing[512] = {};
+    const char *a = first ? reinterpret_cast<const char*>(first) : reinterpret_cast<const char*>(nothing);
+    const char *b = second ? reinterpret_cast<const char*>(second) : reinterpret_cast<const char*>(nothing);
+    int64_t c = 0;
+#if defined(__AVX512F__)
+    for (; c + W <= width; c += W) {
+        const __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a + 2 * c)));
+        const __m512i y = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + 2 * c)));
+        _mm512_storeu_si512(to + c, _mm512_or_si512(x, _mm512_slli_epi32(y, 16)));
+    }
+#endif
+    for (; c < width; ++c) {
+        uint16_t x, y;
+        std::memcpy(&x, a + 2 * c, 2);
+        std::memcpy(&y, b + 2 * c, 2);
+        const uint32_t pair = x | static_cast<uint32_t>(y) << 16;
+        std::memcpy(to + c, &pair, 4);
+    }
+}
 
 }  // namespace sb
