@@ -14,11 +14,16 @@ CHECKS := $(VENV)/.checks
 SANITIZED := build/sanitized
 SANITIZERS := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 
-.PHONY: help demo bench test lint sanitize clean
+ANALYSIS := $(VENV)/.analysis
+
+.PHONY: help demo quality bench analysis test lint sanitize clean
 
 help:
-	@echo "make demo   errors and times at equal budgets: a table, demo/demo.png, demo/demo.json (ARGS='--budget 0.25' passes options)"
+	@echo "make demo   a pretrained encoder calibrated and converted, before and after: a table, a page with pictures in demo/ (ARGS='--budget 1/4')"
+	@echo "            ARGS='--data process1 minilm': errors and times of attention at equal budgets instead"
+	@echo "make quality what a user of converted models notices, beside every baseline at one budget: records/quality.json (about an hour; goes on if stopped)"
 	@echo "make bench  time, memory and error beside SDPA and other packages: tables, bench/*.png, bench/bench.json (ARGS='--quick' takes two minutes)"
+	@echo "make analysis  the paper's observations, theorems and figures, measured: records/*.json, records/figures/*, report.html (about 12 minutes)"
 	@echo "make test   ruff, mypy and pytest (ARGS='-k lsh' passes options to pytest)"
 	@echo "make lint   ruff and mypy"
 	@echo "make sanitize  the native engine's tests under AddressSanitizer and UndefinedBehaviorSanitizer, each instruction set"
@@ -28,8 +33,18 @@ help:
 demo: $(DEMO)
 	$(BIN)/scatterbrain demo $(ARGS)
 
+# openai-whisper asks for triton, which CPUs have no use for, so it is installed without its dependencies.
+quality: $(BENCH)
+	$(PIP) install --quiet --no-deps openai-whisper==20250625
+	$(PIP) install --quiet numba tiktoken more-itertools
+	$(BIN)/scatterbrain quality $(ARGS)
+
 bench: $(BENCH)
 	$(BIN)/scatterbrain bench $(ARGS)
+
+analysis: $(ANALYSIS)
+	$(BIN)/scatterbrain analyze all $(ARGS)
+	$(BIN)/scatterbrain report
 
 # lint is a step of this recipe, not a prerequisite, so that it always comes first, under -j too.
 test: $(CHECKS)
@@ -64,6 +79,10 @@ $(DEMO): $(VENV)/.torch pyproject.toml
 
 $(BENCH): $(VENV)/.torch pyproject.toml
 	$(PIP) install --quiet $(TORCH) -e ".[bench]"
+	@touch $@
+
+$(ANALYSIS): $(VENV)/.torch pyproject.toml
+	$(PIP) install --quiet $(TORCH) -e ".[analysis]"
 	@touch $@
 
 $(CHECKS): $(VENV)/.torch pyproject.toml

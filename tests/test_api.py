@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,11 +24,18 @@ PARTS = {"LSH", "Clusters", "Columns", "Fixed", "Full", "GlobalTokens", "RandomB
     "Performer",
 }
 OTHERS = {"attention", "explain", "Explanation", "ScatterbrainAttention", "presets", "from_json", "Sampled", "Support", "LowRankMap", "Union"}
+MODELS = {"calibrate", "convert", "evaluate", "replace_sdpa", "restore", "Plan", "Recipe"}
 OUTSIDE = ("analysis", "calibration", "integrations", "lab", "report", "cli")
 
 
 def test_public_names():
-    assert set(sb.__all__) == PARTS | OTHERS
+    assert set(sb.__all__) == PARTS | OTHERS | MODELS
+    assert all(getattr(sb, name) is not None and name in dir(sb) for name in sb.__all__)
+
+
+def test_what_looks_at_models_is_imported_when_asked_for():
+    code = "import sys, scatterbrain; sys.exit(any(m.startswith('scatterbrain.' + p) for m in sys.modules for p in ('calibration', 'integrations')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_signature_begins_as_sdpa_does():
@@ -58,7 +66,7 @@ def imports(path):
 
 def layer_of(parts):
     head = parts[0] if parts else ""
-    return {"cli": 3, "lab": 2, "analysis": 1, "calibration": 1, "integrations": 1, "report": 1}.get(head, 0)
+    return {"cli": 3, "cli_analyze": 3, "lab": 2, "analysis": 1, "calibration": 1, "integrations": 1, "report": 1}.get(head, 0)
 
 
 def test_imports_go_one_way():

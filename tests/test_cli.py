@@ -14,7 +14,9 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"scatterbrain {sb.__version__}\n"
 
 
-@pytest.mark.parametrize(("argv", "words"), [(["--help"], ["demo", "--version"]), (["demo", "--help"], ["--budget", "0.125", "process1 minilm"])])
+@pytest.mark.parametrize(
+    ("argv", "words"), [(["--help"], ["demo", "--version"]), (["demo", "--help"], ["--budget", "0.125", "model, process1, minilm"])]
+)
 def test_help(capsys, monkeypatch, argv, words):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as stop:

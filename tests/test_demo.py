@@ -192,7 +192,16 @@ def test_demo_writes_a_figure_and_a_record(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(minilm, "qkv", random_encoder)
     monkeypatch.delenv("SCATTERBRAIN_DATA", raising=False)
     config = demo.DemoConfig(
-        length=128, heads=2, width=16, grid_length=64, grid_draws=1, budget=0.25, repeats=1, documents=1, out=str(tmp_path / "out")
+        data=("process1", "minilm"),
+        length=128,
+        heads=2,
+        width=16,
+        grid_length=64,
+        grid_draws=1,
+        budget=0.25,
+        repeats=1,
+        documents=1,
+        out=str(tmp_path / "out"),
     )
     paths = demo.run(config, "scatterbrain demo")
     assert paths["figure"].read_bytes().startswith(b"\x89PNG")

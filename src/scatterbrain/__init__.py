@@ -1,5 +1,8 @@
 """Sparse + low-rank attention for PyTorch."""
 
+import importlib
+from typing import Any
+
 from . import presets
 from .config import LowRankMap, Sampled, Support, Union
 from .explain import Explanation, explain
@@ -10,6 +13,28 @@ from .names import from_json
 from .supports import LSH, Clusters, Columns, Fixed, Full, GlobalTokens, RandomBlocks, Routed, Strided, TopK, Window
 
 __version__ = "0.1.0"
+
+# Imported when first asked for: they look at other libraries' models, and the core does not.
+_LATER = {
+    "Plan": "calibration.plan",
+    "Recipe": "calibration.recipe",
+    "calibrate": "calibration.calibrate",
+    "convert": "integrations.convert",
+    "evaluate": "calibration.evaluate",
+    "replace_sdpa": "integrations.replace",
+    "restore": "integrations.convert",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
+
 
 __all__ = [
     "LSH",
@@ -25,7 +50,9 @@ __all__ = [
     "LowRankMap",
     "Nystrom",
     "Performer",
+    "Plan",
     "RandomBlocks",
+    "Recipe",
     "Routed",
     "Sampled",
     "ScatterbrainAttention",
@@ -35,7 +62,12 @@ __all__ = [
     "Union",
     "Window",
     "attention",
+    "calibrate",
+    "convert",
+    "evaluate",
     "explain",
     "from_json",
     "presets",
+    "replace_sdpa",
+    "restore",
 ]

@@ -6,9 +6,10 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
-from . import __version__
+from . import __version__, cli_analyze
 from .lab.extras import LabError
 
 
@@ -28,26 +29,109 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="scatterbrain", description="Attention that is exact on a sparse support and low-rank elsewhere, for PyTorch.")
     top.add_argument("--version", action="version", version=f"scatterbrain {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_calibrate(commands)
+    _add_evaluate(commands)
     _add_demo(commands)
+    _add_quality(commands)
     _add_bench(commands)
+    cli_analyze.add(commands, _Help)
     return top
+
+
+def share(text: str) -> float:
+    """A budget as one writes it: 1/8 or 0.125."""
+    try:
+        return float(Fraction(text)) if "/" in text else float(text)
+    except (ValueError, ZeroDivisionError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; write 1/8 or 0.125") from None
+
+
+MODEL = "a folder that transformers loads, a name on its hub, or minilm, smollm2 or whisper, which are fetched"
+TEXT = "a text file; without one, WikiText-2 (for whisper: speech) in the folder that SCATTERBRAIN_DATA names"
+
+
+def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from .calibration.fit import POLICIES
+
+    text = "plan a pretrained model's attention: how each head is computed within a budget"
+    about = "Watch every attention layer of a model on some text, measure, plan each head within the budget; print the plan and write it as JSON."
+    fit = commands.add_parser("calibrate", help=text, description=about, formatter_class=_Help)
+    fit.set_defaults(run=_run_fit, what="run_calibrate")
+    fit.add_argument("--model", required=True, metavar="NAME", help=MODEL)
+    fit.add_argument("--text", metavar="FILE", help=f"{TEXT}; its first windows are taken")
+    aim = fit.add_mutually_exclusive_group()
+    aim.add_argument("--budget", type=share, metavar="B", help="mean share of the visible entries, such as 1/8 (the default)")
+    aim.add_argument("--error", type=float, metavar="E", help="instead: the smallest budget with this mean error, such as 0.05")
+    fit.add_argument("--policy", choices=POLICIES, default="measured", help="how the budget is shared out")
+    _add_common(fit)
+    fit.add_argument("--out", metavar="FILE", default="plan.json", help="where the plan is written")
+
+
+def _add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "measure a plan: error a layer and head, and the task, time and memory before and after"
+    about = (
+        "Run the model exactly and measure at every attention call what the plan gives in its place; then run it exactly and converted, and "
+        "compare what a user sees (perplexity, a transcript or embeddings), seconds and memory. Use another text than the plan was made with."
+    )
+    measure = commands.add_parser("evaluate", help=text, description=about, formatter_class=_Help)
+    measure.set_defaults(run=_run_fit, what="run_evaluate")
+    measure.add_argument("--model", required=True, metavar="NAME", help=MODEL)
+    measure.add_argument("--plan", required=True, metavar="FILE", help="what scatterbrain calibrate wrote")
+    measure.add_argument("--text", metavar="FILE", help=f"{TEXT}; its last windows are taken")
+    measure.add_argument("--fallback", choices=("raise", "exact"), default="raise", help="what happens to calls that cannot be approximated")
+    _add_common(measure)
+    measure.add_argument("--out", metavar="FILE", help="also write everything as JSON")
+
+
+def _add_common(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--inputs", type=int, metavar="N", default=4, help="windows of text")
+    command.add_argument("--length", type=int, metavar="N", help="tokens a window; without it 2,048 or what the model takes")
+    command.add_argument("--seed", type=int, metavar="N", default=0, help="of sampled rows and random parts")
+    command.add_argument("--threads", type=int, metavar="N", help="of torch; without it as many as torch takes")
+
+
+def _add_quality(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from .lab.quality import METHODS, QualityConfig
+    from .lab.subjects import CARRIED
+    from .lab.tasks import TASKS
+
+    text = "what a user of a converted model notices, beside every baseline at the same budget"
+    about = (
+        "Convert pretrained models by our plan and by every baseline, all layers, nothing retrained, and compare embeddings and retrieval (minilm), "
+        "a transcript (whisper), perplexity and greedy generation (smollm2). A record that exists goes on where it was."
+    )
+    quality = commands.add_parser("quality", help=text, description=about, formatter_class=_Help, argument_default=argparse.SUPPRESS)
+    usual = QualityConfig()
+    quality.set_defaults(run=_run_quality)
+    quality.add_argument("--data", nargs="+", choices=CARRIED, metavar="NAME", help=f"models (default: {' '.join(CARRIED)})")
+    quality.add_argument("--budget", type=share, metavar="B", help="share of the entries that a method may spend (default: 1/8)")
+    quality.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME", help=f"some of: {', '.join(METHODS)} (default: all)")
+    names = [task for tasks in TASKS.values() for task in tasks]
+    quality.add_argument("--tasks", nargs="+", choices=names, metavar="NAME", help=f"some of: {', '.join(names)} (default: all)")
+    quality.add_argument("--policy", help=f"of our plan (default: {usual.policy})")
+    quality.add_argument("--plans", metavar="FOLDER", help="read our plans from here, and write them here when they are made")
+    quality.add_argument("--seed", type=int, metavar="N", help=f"of our plan (default: {usual.seed})")
+    quality.add_argument("--threads", type=int, metavar="N", help="of torch; without it as many as torch takes")
+    quality.add_argument("--out", metavar="FILE", help=f"the record (default: {usual.out})")
+    quality.add_argument("--fresh", action="store_true", help="start over, though the record exists")
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from .lab.demo import DATA, DemoConfig
 
-    text = "error and time of full, sparse, low-rank and combined attention at equal budgets"
+    text = "a pretrained encoder converted, before and after; or error and time of attention at equal budgets"
     about = (
-        f"Measure the {text}, on clustered data (the paper's Process 1: over a grid of cluster sizes and temperatures, and timed at one cell) "
-        "and on a pretrained encoder's attention; print tables, write a figure and a record."
+        "model: fetch a pretrained encoder (MiniLM), calibrate, convert every layer, print a before/after table with the published pair beside "
+        "it, and write a page with pictures. process1, minilm: error and time of full, sparse, low-rank and combined attention at equal budgets, "
+        "on clustered data (the paper's Process 1: over a grid of sizes and temperatures, and timed at one cell) and on the encoder's attention."
     )
     demo = commands.add_parser("demo", help=text, description=about, formatter_class=_Help)
     demo.set_defaults(run=_run_demo)
     what = demo.add_argument_group("what is measured")
-    what.add_argument("--budget", type=float, metavar="B", help="share of the entries that a method may spend")
-    what.add_argument("--data", nargs="+", choices=DATA, metavar="NAME", help=f"{' and '.join(DATA)}, or one of them")
-    what.add_argument("--documents", type=int, metavar="N", help="texts of 512 tokens for the encoder")
-    what.add_argument("--seed", type=int, metavar="N", help="of the clustered data")
+    what.add_argument("--budget", type=share, metavar="B", help="share of the entries that a method may spend, such as 1/8")
+    what.add_argument("--data", nargs="+", choices=DATA, metavar="NAME", help=f"some of {', '.join(DATA)}")
+    what.add_argument("--documents", type=int, metavar="N", help="texts of 512 tokens for the encoder; as many more to calibrate on")
+    what.add_argument("--seed", type=int, metavar="N", help="of the clustered data and of the plan")
     made = demo.add_argument_group("clustered data")
     made.add_argument("--length", type=int, metavar="N", help="tokens, where timed")
     made.add_argument("--heads", type=int, metavar="N", help="heads, each drawn by itself, where timed")
@@ -120,7 +204,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         hidden = action.default in (None, argparse.SUPPRESS)
         if isinstance(action.default, tuple):
-            return f"{action.help} (default: {' '.join(action.default)})"
+            return f"{action.help} (default: {' '.join(map(str, action.default))})"
         return action.help if hidden else super()._get_help_string(action)
 
 
@@ -137,6 +221,20 @@ def _run_bench(options: argparse.Namespace, command: str) -> None:
     given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(options).items() if name != "run"}
     quick, fresh = given.pop("quick", False), given.pop("fresh", False)
     run(BenchConfig(**{**(QUICK if quick else {}), **given}), command, fresh)
+
+
+def _run_fit(options: argparse.Namespace, command: str) -> None:
+    from .lab import fit_model
+
+    given = {name: value for name, value in vars(options).items() if name not in ("run", "what")}
+    getattr(fit_model, options.what)(fit_model.FitConfig(**given))
+
+
+def _run_quality(options: argparse.Namespace, command: str) -> None:
+    from .lab.quality import QualityConfig, run
+
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(options).items() if name != "run"}
+    run(QualityConfig(**given), command)
 
 
 def _fail(text: str, code: int) -> int:

@@ -150,12 +150,13 @@ def backward_op(
     if not isinstance(call, Call):
         return native.run_backward(call, d_out, out, log_scale, denominator, dense)
     grads = run_backward(call, d_out, Saved(out, log_scale, denominator, dense))
-    return [g for g in grads if g is not None]
+    return [g.contiguous() for g in grads if g is not None]
 
 
 @backward_op.register_fake
 def _(d_out, q, k, v, phi, psi, *rest):  # type: ignore[no-untyped-def]
-    return [torch.empty_like(t) for t in (q, k, v, phi, psi) if t is not None]
+    # contiguous, whatever the inputs' strides: a compiled graph takes this at its word
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, phi, psi) if t is not None]
 
 
 def _setup(ctx, inputs, output):  # type: ignore[no-untyped-def]

@@ -1,4 +1,5 @@
-"""`scatterbrain demo`: error and time of the known methods and the default, at one budget, on made and on real attention."""
+"""`scatterbrain demo`: a pretrained model converted; or error and time of the known methods and the default, at one budget, on made
+and on real attention."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ from .models import data_folder
 from .process1 import Process1
 from .table import format_grid, format_table
 
-DATA = ("process1", "minilm")
+DATA = ("model", "process1", "minilm")
 FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """What to measure. `threads` None leaves torch's own number.
+    """What to measure: a converted model (lab/demo_model.py), or attention alone. `threads` None leaves torch's own number.
 
     Process 1 is compared over a grid of cells (lab/grid.py) and timed at one of them, longer. cluster_size and
     beta_factor name that one: the cell of the grid where the default's error is the median, at the timed length.
@@ -37,7 +38,7 @@ class DemoConfig:
     """
 
     budget: float = 1 / 8
-    data: tuple[str, ...] = DATA
+    data: tuple[str, ...] = ("model",)
     length: int = 4096
     heads: int = 8
     width: int = 64
@@ -47,7 +48,7 @@ class DemoConfig:
     matrix_heads: int = 4
     grid_length: int = 1024
     grid_draws: int = 5
-    documents: int = 2
+    documents: int = 4
     repeats: int = 5
     threads: int | None = None
     seed: int = 0
@@ -56,7 +57,7 @@ class DemoConfig:
     def __post_init__(self) -> None:
         require(0 < self.budget <= 1, "budget", "lie in (0, 1]", self.budget, "pass the share of entries to spend, such as 0.125")
         known = bool(self.data) and set(self.data) <= set(DATA)
-        require(known, "data", f"name some of {', '.join(DATA)}", self.data, "pass one or both")
+        require(known, "data", f"name some of {', '.join(DATA)}", self.data, "pass some of them")
         for name in ("length", "heads", "width", "matrix_heads", "grid_draws", "documents", "repeats"):
             require_int(getattr(self, name), name)
         require_int(self.grid_length, "grid_length", least=max(CLUSTER_SIZES))
@@ -66,6 +67,22 @@ class DemoConfig:
 
 
 def run(config: DemoConfig, command: str = "") -> dict[str, Path]:
+    """Measure, print tables, and write pictures, a page and records; returns where they are."""
+    paths = convert_a_model(config, command) if "model" in config.data else {}
+    if set(config.data) - {"model"}:
+        print("\n" if paths else "", end="")
+        paths |= compare_attention(config, command)
+    return paths
+
+
+def convert_a_model(config: DemoConfig, command: str) -> dict[str, Path]:
+    from . import demo_model
+
+    given = {name: getattr(config, name) for name in ("budget", "documents", "repeats", "threads", "seed", "out")}
+    return demo_model.run(demo_model.ModelDemoConfig(**given), command)
+
+
+def compare_attention(config: DemoConfig, command: str) -> dict[str, Path]:
     """Measure, print the table, and write a figure and a record; returns where they are."""
     # Missing packages are said before the work, not after it.
     tqdm = need("tqdm").tqdm
@@ -98,7 +115,7 @@ def run(config: DemoConfig, command: str = "") -> dict[str, Path]:
 
 def gather(config: DemoConfig) -> list[Inputs]:
     made = {"process1": process1_inputs, "minilm": minilm_inputs}
-    return [made[name](config) for name in DATA if name in config.data]
+    return [make(config) for name, make in made.items() if name in config.data]
 
 
 def process1_grid(config: DemoConfig) -> Grid:

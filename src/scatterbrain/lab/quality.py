@@ -1,0 +1,208 @@
+"""`scatterbrain quality`: what a user of a converted model notices, ours beside every baseline at the same budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..calibration.calibrate import calibrate
+from ..calibration.plan import Plan, aligned
+from ..errors import require
+from ..integrations.convert import convert, restore
+from . import machine
+from .extras import need
+from .rivals import BOTH_WAYS, Named
+from .subjects import CARRIED, Subject, calibration_inputs, load
+from .tasks import TASKS, Task
+
+FORMAT = 1
+EXACT, OURS = "exact", "ours (calibrated)"
+METHODS = (EXACT, OURS, *BOTH_WAYS)
+SHOWN = {
+    "retrieval": ("cosine", "cosine_least", "top1"),
+    "transcript": ("wrong_words", "the_same"),
+    "perplexity 2,048": ("perplexity",),
+    "perplexity 8,192": ("perplexity",),
+    "generation": ("same_first", "same_until", "whole"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityConfig:
+    """What to measure. `tasks` None means all of a model's; an existing record goes on where it was unless `fresh`."""
+
+    data: tuple[str, ...] = CARRIED
+    budget: float = 1 / 8
+    methods: tuple[str, ...] = METHODS
+    tasks: tuple[str, ...] | None = None
+    policy: str = "measured"
+    plans: str | None = None
+    seed: int = 0
+    threads: int | None = None
+    out: str = "records/quality.json"
+    fresh: bool = False
+
+    def __post_init__(self) -> None:
+        require(set(self.data) <= set(CARRIED) and self.data, "data", f"name some of {', '.join(CARRIED)}", self.data, "pick among them")
+        require(set(self.methods) <= set(METHODS) and self.methods, "methods", f"name some of {', '.join(METHODS)}", self.methods, "pick among them")
+        require(0 < self.budget <= 1, "budget", "lie in (0, 1]", self.budget, "pass the share of entries to spend, such as 1/8")
+        known = {task for tasks in TASKS.values() for task in tasks}
+        require(set(self.tasks or ()) <= known, "tasks", f"name some of {', '.join(sorted(known))}", self.tasks, "pick among them")
+
+
+@dataclass
+class Rows:
+    """The record: rows by model, budget, method and task, on disk after each."""
+
+    path: Path
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def find(self, **key: Any) -> dict[str, Any] | None:
+        return next((row for row in self.rows if all(row[name] == value for name, value in key.items())), None)
+
+    def put(self, row: dict[str, Any], header: dict[str, Any]) -> None:
+        same = {name: row[name] for name in ("model", "budget", "method", "task")}
+        self.rows = [old for old in self.rows if old is not self.find(**same)] + [row]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps({**header, "rows": self.rows}, indent=1) + "\n", encoding="utf-8")
+        part.replace(self.path)
+
+
+def run(config: QualityConfig, command: str = "") -> Path:
+    """Measure what the record lacks, print the tables; returns where the record is."""
+    need("tqdm", "bench")
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    rows = Rows(Path(config.out), [] if config.fresh else read(Path(config.out)))
+    header = describe(config, command)
+    for name in config.data:
+        measure(config, name, rows, header)
+    print("\n\n".join(table(rows.rows, name, config.budget) for name in config.data))
+    print(f"\nrecord  {config.out}")
+    return rows.path
+
+
+def here() -> str:
+    """Seconds are of this machine; a record may go on on another."""
+    return f"{machine.processor()}, {torch.get_num_threads()} threads"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text(encoding="utf-8"))
+    ours = found.get("type") == "scatterbrain-quality" and found.get("version") == FORMAT
+    require(ours, str(path), f"be a quality record of version {FORMAT}", "something else", "pass another --out, or --fresh")
+    return found["rows"]
+
+
+def measure(config: QualityConfig, name: str, rows: Rows, header: dict[str, Any]) -> None:
+    wanted = [task for task in TASKS[name] if config.tasks is None or task in config.tasks]
+    open_rows = [(m, t) for t in wanted for m in config.methods if not rows.find(model=name, budget=config.budget, method=m, task=t)]
+    if not open_rows:
+        return
+    subject = load(name)
+    ours = Ours(config, subject)
+    for task_name in wanted:
+        todo = [method for method, task in open_rows if task == task_name]
+        if not todo:
+            continue
+        task = TASKS[name][task_name](subject)
+        for method in [EXACT, *(method for method in todo if method != EXACT)]:
+            print(f"{subject.title}, {task_name}: {method}", flush=True)
+            row = one(config, subject, method, task, ours)
+            about = {"model": name, "budget": config.budget, "method": method, "task": task_name, "inputs": task.about, "machine": here()}
+            rows.put({**about, **row}, header)
+
+
+@dataclass
+class Ours:
+    """Our plan, made when first asked for, or read from the folder of plans."""
+
+    config: QualityConfig
+    subject: Subject
+    made: Plan | None = None
+
+    def plan(self) -> Plan:
+        if self.made is None:
+            name = f"{self.subject.name}-{Fraction(self.config.budget).limit_denominator(1024)}.json".replace("/", "_")
+            path = Path(self.config.plans) / name if self.config.plans else None
+            if path is not None and path.is_file():
+                self.made = Plan.load(path)
+            else:
+                inputs, about = calibration_inputs(self.subject)
+                self.made = calibrate(self.subject.part, inputs, self.config.budget, policy=self.config.policy, seed=self.config.seed)
+                self.made = dataclasses.replace(self.made, about={**self.made.about, "text": about})
+                if path is not None:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    self.made.save(path)
+        return self.made
+
+
+def one(config: QualityConfig, subject: Subject, method: str, task: Task, ours: Ours) -> dict[str, Any]:
+    """A row: what the task says, seconds, or why the method cannot take part."""
+    if method == EXACT:
+        found, seconds = task.measure()
+        return {"result": found, "seconds": seconds, "note": ""}
+    if method != OURS and (why := Named(method, config.budget).refusal(subject.causal)):
+        return {"result": None, "seconds": None, "note": f"not causal: {why}"}
+    plan: Any = ours.plan() if method == OURS else Named(method, config.budget)
+    convert(subject.part, plan)
+    try:
+        found, seconds = task.measure()
+    finally:
+        restore(subject.part)
+    return {"result": found, "seconds": seconds, "note": ""}
+
+
+def describe(config: QualityConfig, command: str) -> dict[str, Any]:
+    return {
+        "type": "scatterbrain-quality",
+        "version": FORMAT,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+        "config": dataclasses.asdict(config),
+        "versions": machine.versions(("torch", "transformers", "openai-whisper")),
+        "hardware": machine.hardware(),
+    }
+
+
+def table(rows: list[dict[str, Any]], model: str, budget: float) -> str:
+    """One block a model: a line a method, the tasks side by side."""
+    mine = [row for row in rows if row["model"] == model and row["budget"] == budget]
+    tasks = [task for task in TASKS[model] if any(row["task"] == task for row in mine)]
+    heads = [f"{task}: {name.replace('_', ' ')}" for task in tasks for name in (*SHOWN[task], "seconds")]
+    lines: list[tuple[str, ...]] = [("method", *heads)]
+    for method in METHODS:
+        cells: list[str] = []
+        for task in tasks:
+            row = next((row for row in mine if row["method"] == method and row["task"] == task), None)
+            cells += cells_of(row, task)
+        if any(cells):
+            lines.append((method, *cells))
+    inputs = "; ".join(dict.fromkeys(row["inputs"] for row in mine))
+    return "\n".join([f"{model} at budget {budget:g} ({inputs})", *aligned(lines, right=tuple(range(1, len(heads) + 1)))])
+
+
+def cells_of(row: dict[str, Any] | None, task: str) -> list[str]:
+    names = SHOWN[task]
+    if row is None:
+        return [""] * (len(names) + 1)
+    if row["result"] is None:
+        return ["not causal", *[""] * len(names)]
+    return [*(written(row["result"][name]) for name in names), f"{row['seconds']:.1f}"]
+
+
+def written(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else "inf" if not math.isfinite(value) else f"{value:,.4g}"
