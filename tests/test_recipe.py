@@ -4,12 +4,15 @@ import json
 
 import pytest
 import scatterbrain as sb
+import torch
 from scatterbrain.calibration import Recipe
 
 RECIPES = {
     "default": Recipe.default(1 / 8),
     "everything": Recipe.default(1.0),
     "fixed": Recipe.fixed(sb.Window(64) | sb.Columns(4), sb.ClusterMeans(8)),
+    "fitted": Recipe(budget=1 / 8, means=0.05, columns=0.01, window=0.02, gain=-6.0, length=512),
+    "fitted, no routes": Recipe(budget=1 / 8, means=0.1, columns=0.02, gain=None, length=512),
     "support only": Recipe.fixed(sb.Window(64), None),
 }
 
@@ -39,3 +42,18 @@ def test_refuses_nonsense():
         Recipe.fixed(None, None)
     with pytest.raises(ValueError, match="Recipe"):
         Recipe.from_dict({"type": "Plan", "version": 1})
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["fitted", "fitted, no routes"])
+@pytest.mark.parametrize("length", [1, 7, 300, 4096])
+def test_fitted_runs_at_any_length(name, length, causal):
+    q, k, v = (torch.randn(1, 2, length, 8, generator=torch.Generator().manual_seed(s)) for s in range(3))
+    out = sb.attention(q, k, v, is_causal=causal, **RECIPES[name].method(length, causal))
+    assert torch.isfinite(out).all()
+
+
+def test_gain_falls_with_the_length():
+    """Twice the keys, half the share of each."""
+    gains = [RECIPES["fitted"].method(n, False)["support"].parts[0].gain for n in (512, 1024)]
+    assert gains[0] == -6.0 and gains[1] == pytest.approx(-6.0 - 0.6931, abs=1e-3)

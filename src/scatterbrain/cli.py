@@ -33,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     _add_evaluate(commands)
     _add_demo(commands)
     _add_quality(commands)
+    _add_errors(commands)
     _add_bench(commands)
     cli_analyze.add(commands, _Help)
     return top
@@ -114,6 +115,32 @@ def _add_quality(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     quality.add_argument("--threads", type=int, metavar="N", help="of torch; without it as many as torch takes")
     quality.add_argument("--out", metavar="FILE", help=f"the record (default: {usual.out})")
     quality.add_argument("--fresh", action="store_true", help="start over, though the record exists")
+
+
+def _add_errors(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from .lab.matrix import METHODS, ErrorsConfig
+    from .lab.subjects import CARRIED
+
+    text = "error of the attention matrix of pretrained models, beside every baseline and the oracles, at equal budgets"
+    about = "Plan each model on some inputs, measure on others: matrix and output error, mean over heads. A record that exists goes on where it was."
+    errors = commands.add_parser("errors", help=text, description=about, formatter_class=_Help, argument_default=argparse.SUPPRESS)
+    usual = ErrorsConfig()
+    errors.set_defaults(run=_run_errors)
+    errors.add_argument("--data", nargs="+", choices=CARRIED, metavar="NAME", help=f"models (default: {' '.join(CARRIED)})")
+    errors.add_argument("--budgets", nargs="+", type=share, metavar="B", help="shares of the entries (default: 1/4 1/8 1/16 1/32)")
+    errors.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME", help=f"some of: {', '.join(METHODS)} (default: all)")
+    errors.add_argument("--inputs", type=int, metavar="N", help=f"that are measured (default: {usual.inputs})")
+    errors.add_argument("--seed", type=int, metavar="N", help=f"of our plan (default: {usual.seed})")
+    errors.add_argument("--threads", type=int, metavar="N", help="of torch; without it as many as torch takes")
+    errors.add_argument("--out", metavar="FILE", help=f"the record (default: {usual.out})")
+    errors.add_argument("--fresh", action="store_true", help="start over, though the record exists")
+
+
+def _run_errors(options: argparse.Namespace, command: str) -> None:
+    from .lab.matrix import ErrorsConfig, run
+
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(options).items() if name != "run"}
+    run(ErrorsConfig(**given), command)
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

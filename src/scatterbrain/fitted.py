@@ -151,9 +151,8 @@ def _offsets(logit: Tensor, x: Tensor, label: Tensor, seen: Tensor, clusters: in
 
 
 def _gain(spread: Tensor, size: Tensor) -> Tensor:
-    """log of the mean of exp over `size` normal numbers of this variance: s2 / 2 until the largest of them is all that counts."""
-    s, most = spread.sqrt(), (2 * size.clamp(min=1).log()).sqrt()
-    return torch.where(s < most, spread / 2, s * most - most.square() / 2)
+    """log of the mean of exp over `size` normal numbers of this variance: s2 / 2, but no more than if one key held it all."""
+    return (spread / 2).minimum(size.clamp(min=1).log())
 
 
 def _reach(ctx: Context, mean: Tensor, among: Tensor, chunk: int) -> Tensor:

@@ -13,7 +13,7 @@ from .allocate import Offer, allocate, uniform
 from .measure import Capture, HeadFit, entries_of, error_of, look
 from .menu import SPENDINGS, menu, paper
 from .recipe import Recipe
-from .trial import Curve, Trial, sample_rows
+from .trial import ROWS, Curve, Trial, sample_rows
 
 POLICIES = ("measured", "paper", "default")
 MARGIN = 0.985  # of the budget: other inputs may spend a little more
@@ -95,8 +95,9 @@ def _tried(captures: Sequence[Capture], recipes: Sequence[Recipe], budget: float
     offers: list[list[Offer]] = [[] for _ in range(captures[0].heads)]
     half = (len(captures) + 1) // 2
     single = len(captures) == 1
-    deciding = [(c, sample_rows(c, shift=0.25 if single else 0.5)) for c in captures[:half]]
-    held = [(c, sample_rows(c, shift=0.75)) for c in captures if single] + [(c, sample_rows(c)) for c in captures[half:]]
+    rows = max(48, 2 * ROWS // max(2, len(captures)))  # many captures need fewer of each
+    deciding = [(c, sample_rows(c, rows, shift=0.25 if single else 0.5)) for c in captures[:half]]
+    held = [(c, sample_rows(c, rows, shift=0.75)) for c in captures if single] + [(c, sample_rows(c, rows)) for c in captures[half:]]
     memos: dict[int, dict[object, object]] = {}
     for recipe in recipes:
         trials = [[_trial(c, recipe, rows, memos) for c, rows in part] for part in (deciding, held)]

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..errors import require
 from ..explain import count_pairs, visible_keys
-from ..functional import attention
+from ..functional import attention, choose
+from ..impl import native
 from ..problem import check_inputs, resolve
 from .recipe import Recipe
 
@@ -114,7 +115,8 @@ def entries_of(c: Capture, method: dict[str, Any]) -> tuple[Tensor, Tensor]:
     p = check_inputs(c.q, c.k, c.v, c.key_mask, 0.0, c.causal, c.scale, c.k.shape[1] != c.q.shape[1])
     with torch.no_grad():
         chosen = resolve(method.get("support"), method.get("low_rank"), None, False, p)
-        layers, _ = p.factors(chosen)
+        isa = choose(p, chosen, "auto").isa  # what would run selects for itself
+        layers, _ = p.factors(chosen, native.Engine(isa, c.q, c.k, p.scale) if isa else None)
         pairs, visible = count_pairs(p, layers).double(), visible_keys(p).double()
     _, n, m, _ = p.sizes
     rank = 0.0 if chosen.low_rank is None else chosen.low_rank.config.entries(n, m, c.q.shape[3], c.causal)  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from ..supports import Routed
 from ..supports.clusters import node_means
 from .measure import Capture
 
-ROWS = 256
+ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Trial:
         """Thresholds (G, L) at which `levels` (L,) entries a row go to visited clusters on the mean."""
         score, order = self.score.flatten(1).sort(-1, descending=True)
         spent = (self.delta[..., 3] * self.live[..., None]).flatten(1).gather(1, order).masked_fill(torch.isneginf(score), 0.0).cumsum(-1)
-        want = levels[None] * self.live.sum(-1, keepdim=True)
+        want = levels.to(self.live.device)[None] * self.live.sum(-1, keepdim=True)
         at = torch.searchsorted(spent, want.double().contiguous()).clamp(max=score.shape[1] - 1)
         open_ = (~torch.isneginf(score)).sum(-1, keepdim=True)
         gain = score.gather(1, at.minimum((open_ - 1).clamp(min=0)))

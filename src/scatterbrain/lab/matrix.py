@@ -1,0 +1,141 @@
+"""`scatterbrain errors`: how far methods are from the attention matrix of real models, ours beside every baseline and the oracles."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..analysis.oracles import rank_for
+from ..calibration.calibrate import calibrate
+from ..calibration.capture import capture
+from ..calibration.evaluate import evaluate
+from ..calibration.measure import Capture
+from ..calibration.plan import aligned
+from ..errors import require
+from . import machine
+from .quality import OURS, here
+from .rivals import BOTH_WAYS, Named
+from .subjects import CARRIED, Subject, calibration_inputs, held_out_inputs, load
+
+FORMAT = 1
+SVD = "truncated SVD (oracle)"
+METHODS = (OURS, *BOTH_WAYS, SVD)
+DECOMPOSED = 24  # heads whose singular values are taken: an N^3 each
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorsConfig:
+    """What to measure; inputs are others than those that plans are made on. Rows that the record holds are kept unless `fresh`."""
+
+    data: tuple[str, ...] = CARRIED
+    budgets: tuple[float, ...] = (1 / 4, 1 / 8, 1 / 16, 1 / 32)
+    methods: tuple[str, ...] = METHODS
+    inputs: int = 1
+    seed: int = 0
+    threads: int | None = None
+    out: str = "records/errors.json"
+    fresh: bool = False
+
+    def __post_init__(self) -> None:
+        require(set(self.data) <= set(CARRIED) and self.data, "data", f"name some of {', '.join(CARRIED)}", self.data, "pick among them")
+        require(set(self.methods) <= set(METHODS) and self.methods, "methods", f"name some of {', '.join(METHODS)}", self.methods, "pick among them")
+        require(all(0 < b <= 1 for b in self.budgets), "budgets", "lie in (0, 1]", self.budgets, "pass shares of the entries, such as 1/8")
+
+
+def run(config: ErrorsConfig, command: str = "") -> Path:
+    """Measure what the record lacks, print a table a model; returns where the record is."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    path = Path(config.out)
+    rows: list[dict[str, Any]] = [] if config.fresh or not path.exists() else json.loads(path.read_text(encoding="utf-8"))["rows"]
+    for name in config.data:
+        done = {(row["budget"], row["method"]) for row in rows if row["model"] == name}
+        todo = [(b, m) for b in config.budgets for m in config.methods if (b, m) not in done]
+        if not todo:
+            continue
+        subject = load(name)
+        inputs, about = held_out_inputs(subject, config.inputs)
+        for budget, method in todo:
+            start = time.perf_counter()
+            found = one(subject, budget, method, inputs[: config.inputs], config.seed)
+            print(f"{name} at {budget:g}: {method} {found.get('error', found['note'])}", flush=True)
+            row = {"model": name, "budget": budget, "method": method, "inputs": about, "machine": here(), **found}
+            rows.append({**row, "seconds": time.perf_counter() - start})
+            save(path, rows, config, command)
+    print("\n\n".join(table(rows, name) for name in config.data))
+    print(f"\nrecord  {path}")
+    return path
+
+
+def one(subject: Subject, budget: float, method: str, inputs: list[Any], seed: int) -> dict[str, Any]:
+    """Mean matrix error over heads, that of the output, and the share of the entries that was spent."""
+    if method == SVD:
+        return {"error": svd_error(subject, budget, inputs), "output_error": None, "spent": budget, "note": f"of {DECOMPOSED} heads at most"}
+    if method == OURS:
+        given, about = calibration_inputs(subject)
+        plan: Any = calibrate(subject.part, given, budget, seed=seed, progress=False)
+        note = f"plan made on {about}"
+    else:
+        plan, note = Named(method, budget), ""
+        if why := plan.refusal(subject.causal):
+            return {"error": None, "output_error": None, "spent": None, "note": f"not causal: {why}"}
+    report = evaluate(subject.part, plan, inputs, seed=seed, progress=False)
+    return {"error": report.error, "output_error": report.output_error, "spent": report.budget, "note": note}
+
+
+def svd_error(subject: Subject, budget: float, inputs: list[Any]) -> float:
+    """The best that features of any kind could do: one rank costs a number a query and a number a key."""
+    kept = [c for watcher in capture(subject.part, inputs[:1]).values() for c in watcher.kept]
+    pairs = [(c, head) for c in kept for head in range(c.heads)]
+    errors = [_svd(c, head, budget) for c, head in pairs[:: -(-len(pairs) // DECOMPOSED)]]
+    return sum(errors) / len(errors)
+
+
+def _svd(c: Capture, head: int, budget: float) -> float:
+    q, k = c.q[0, head].double(), c.k[0, head * c.k.shape[1] // c.heads].double()
+    n, m = q.shape[0], k.shape[0]
+    logits = q @ k.mT * (q.shape[1] ** -0.5 if c.scale is None else c.scale)
+    if c.causal:
+        logits = logits.masked_fill(torch.ones(n, m, dtype=torch.bool).tril().logical_not(), -torch.inf)
+    power: Tensor = torch.linalg.svdvals(torch.softmax(logits, -1)).square()
+    rank = rank_for(budget * (m / 2 if c.causal else m), (n, m))
+    return float((power[rank:].sum() / power.sum()).sqrt())
+
+
+def save(path: Path, rows: list[dict[str, Any]], config: ErrorsConfig, command: str) -> None:
+    header = {
+        "type": "scatterbrain-errors",
+        "version": FORMAT,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+        "config": dataclasses.asdict(config),
+        "versions": machine.versions(("torch", "transformers", "openai-whisper")),
+        "hardware": machine.hardware(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def table(rows: list[dict[str, Any]], model: str) -> str:
+    """A line a method; matrix error, output error and share spent at each budget."""
+    mine = [row for row in rows if row["model"] == model]
+    budgets = sorted({row["budget"] for row in mine}, reverse=True)
+    lines: list[tuple[str, ...]] = [("method", *(f"{what} {b:.4g}" for b in budgets for what in ("error", "output", "spent")))]
+    for method in METHODS:
+        cells: list[str] = []
+        for budget in budgets:
+            row = next((row for row in mine if (row["method"], row["budget"]) == (method, budget)), {})
+            cells += ["" if row.get(name) is None else f"{row[name]:.4g}" for name in ("error", "output_error", "spent")]
+        if any(cells):
+            lines.append((method, *cells))
+    return "\n".join([model, *aligned(lines, right=tuple(range(1, len(lines[0]))))])
