@@ -90,7 +90,7 @@ def kind_errors(matrix: Tensor, entries: int) -> KindErrors:
     squares = matrix.square().sort(-1).values
     sparse = float(squares[:, : max(0, matrix.shape[-1] - entries)].sum().sqrt())
     keys = (entries // 8, entries // 2, entries - 2)
-    both = min(float(sparse_low_rank(matrix, k, (entries - k) // 2, iterations=12).error) for k in keys) * norm
+    both = min(float(sparse_low_rank(matrix, k, (entries - k) // 2, iterations=12, tolerance=1e-3).error) for k in keys) * norm
     low = float(tail[min(entries // 2, len(tail) - 1)])
     return KindErrors(low_rank=low, sparse=sparse, both=min(both, low, sparse), norm=norm)
 

@@ -29,7 +29,7 @@ GROWTH, GAP = 1.2, 0.05  # the last percents of the gap move the error at a budg
 @dataclass(frozen=True, kw_only=True)
 class BoundConfig:
     data: tuple[str, ...] = option(("minilm", "whisper", "process1"), "minilm, whisper, smollm2, process1, or files of captured attention")
-    heads: int = option(4, "heads of each source, spread evenly over entropy")
+    heads: int = option(5, "heads of each source, spread evenly over entropy")
     scales: tuple[float, ...] = option((1.0, 0.1), "logits are multiplied by these: below 1 attention is more diffuse")
     budget: float = option(1 / 8, "share of the entries that a method may spend")
     length: int = option(512, "tokens; frames of Whisper")

@@ -27,7 +27,7 @@ class Process1Config:
     cluster_size: int = option(4, "tokens in a cluster")
     delta_factor: float = option(0.5, "delta is this over log(n)^(1/4), as the process asks")
     deltas: tuple[float, ...] = option((0.05, 0.2, 0.6), "spreads shown on the sphere")
-    draws: int = option(3, "of each cell")
+    draws: int = option(2, "of each cell")
     seed: int = option(0, "of the draws")
     out: str = option("records", "folder for the record and the figures")
 

@@ -52,7 +52,7 @@ def _top_k(entries: int) -> Any:
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig:
     data: tuple[str, ...] = option(("minilm", "whisper", "process1"), "minilm, whisper, smollm2, process1, or files of captured attention")
-    heads: int = option(8, "heads of each source, spread evenly over entropy")
+    heads: int = option(4, "heads of each source, spread evenly over entropy")
     budgets: tuple[float, ...] = option((1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2), "shares of the entries")
     lengths: tuple[int, ...] = option((128, 256, 512), "tokens, at the middle budget; the longest is used for the budgets")
     out: str = option("records", "folder for the record and the figures")

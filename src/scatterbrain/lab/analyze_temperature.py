@@ -16,7 +16,7 @@ from .analyze_process1 import unit
 from .plates import BOTH, LOW_RANK, SPARSE, Panel, Plate, Series
 from .study import Cell, Study, option, table
 
-FACTORS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
+FACTORS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
 KINDS = ("low_rank", "sparse", "both")
 NAMES = {"low_rank": "low-rank", "sparse": "sparse", "both": "sparse + low-rank"}
 SHADES = {"low_rank": LOW_RANK, "sparse": SPARSE, "both": BOTH}
