@@ -139,7 +139,7 @@ def _add_errors(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _run_errors(options: argparse.Namespace, command: str) -> None:
     from .lab.matrix import ErrorsConfig, run
 
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(options).items() if name != "run"}
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(options).items() if name != "run"}
     run(ErrorsConfig(**given), command)
 
 
