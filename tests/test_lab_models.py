@@ -6,7 +6,7 @@ import pytest
 import scatterbrain as sb
 import torch
 from scatterbrain import cli
-from scatterbrain.lab import demo, demo_model, minilm, models, quality, rivals, subjects, tasks
+from scatterbrain.lab import demo, demo_model, matrix, minilm, models, quality, rivals, subjects, tasks
 from scatterbrain.lab.extras import LabError
 
 transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
@@ -137,6 +137,30 @@ def test_quality_measures_what_the_record_lacks(folder, corpus, tmp_path, monkey
     quality.run(config)
     table = capsys.readouterr().out
     assert "smollm2 at budget 0.25" in table and "not causal" in table and str(out) in table
+
+
+def test_errors_on_models_beside_the_oracles(folder, corpus, tmp_path, monkeypatch, capsys):
+    as_carried(monkeypatch, folder)
+    text = (folder / "corpus.txt").read_text()
+    for name in ("load", "calibration_inputs"):
+        monkeypatch.setattr(matrix, name, getattr(quality, name))
+    monkeypatch.setattr(matrix, "held_out_inputs", lambda subject, count: (subject.windows([text[len(text) // 2 :]], 64, count), "other words"))
+    out = tmp_path / "errors.json"
+    methods = (matrix.OURS, "default", "SMYRF", "top-k (oracle)", matrix.SVD)
+    config = matrix.ErrorsConfig(data=("minilm", "smollm2"), budgets=(1 / 4, 1 / 8), methods=methods, out=str(out))
+    matrix.run(config)
+    rows = {(row["model"], row["budget"], row["method"]): row for row in json.loads(out.read_text())["rows"]}
+    assert len(rows) == 2 * 2 * len(methods)
+    for model in ("minilm", "smollm2"):
+        for method in ("top-k (oracle)", matrix.SVD):
+            wide, narrow = (rows[model, budget, method] for budget in (1 / 4, 1 / 8))
+            assert 0 <= wide["error"] < narrow["error"] and wide["spent"] > narrow["spent"]
+        # random weights attend to all keys alike, which means hold and a few entries do not
+        assert rows[model, 1 / 8, matrix.OURS]["error"] < 0.05 < rows[model, 1 / 8, "top-k (oracle)"]["error"]
+    assert "not causal" in rows["smollm2", 1 / 8, "SMYRF"]["note"]
+    before = out.read_text()
+    matrix.run(config)  # nothing is left to measure
+    assert out.read_text() == before and "smollm2" in capsys.readouterr().out
 
 
 def test_half_documents_find_each_other():
