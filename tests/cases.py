@@ -224,6 +224,7 @@ def assert_rounded_once(half, full, wide, scale, impl):
     Processors that multiply pairs of bfloat16 are given weights, and means of values, rounded to it. With u its unit roundoff,
     that errs by u (|l| + |l|) off the support and u |a - l| on it, where the sums of a, of l and of all weights are at most 1
     and the mean's weight on a cluster is at most the exact one (Jensen): 5 u max|v|, the result's own rounding counted.
+    Fitted means may weigh more than Jensen's (their offsets estimate the mean of exp): for them the same bound is asked, and is not derived.
     """
     if half.dtype == torch.bfloat16 and impl == "native-avx512":
         q, k, v = (t.detach() for t in wide)
