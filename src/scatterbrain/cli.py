@@ -52,7 +52,7 @@ TEXT = "a text file; without one, WikiText-2 (for whisper: speech) in the folder
 
 
 def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from .calibration.fit import POLICIES
+    from .calibration.fit import OBJECTIVES, POLICIES
 
     text = "plan a pretrained model's attention: how each head is computed within a budget"
     about = "Watch every attention layer of a model on some text, measure, plan each head within the budget; print the plan and write it as JSON."
@@ -64,6 +64,8 @@ def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     aim.add_argument("--budget", type=share, metavar="B", help="mean share of the visible entries, such as 1/8 (the default)")
     aim.add_argument("--error", type=float, metavar="E", help="instead: the smallest budget with this mean error, such as 0.05")
     fit.add_argument("--policy", choices=POLICIES, default="measured", help="how the budget is shared out")
+    what = "what 'measured' makes small: the matrix' error, or that and the model's output (default with a budget)"
+    fit.add_argument("--objective", choices=OBJECTIVES, help=what)
     _add_common(fit)
     fit.add_argument("--out", metavar="FILE", default="plan.json", help="where the plan is written")
 
@@ -130,6 +132,7 @@ def _add_errors(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     errors.add_argument("--budgets", nargs="+", type=share, metavar="B", help="shares of the entries (default: 1/4 1/8 1/16 1/32)")
     errors.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME", help=f"some of: {', '.join(METHODS)} (default: all)")
     errors.add_argument("--inputs", type=int, metavar="N", help=f"that are measured (default: {usual.inputs})")
+    errors.add_argument("--plans", metavar="FOLDER", help="read our plans from here, and write them here when they are made")
     errors.add_argument("--seed", type=int, metavar="N", help=f"of our plan (default: {usual.seed})")
     errors.add_argument("--threads", type=int, metavar="N", help="of torch; without it as many as torch takes")
     errors.add_argument("--out", metavar="FILE", help=f"the record (default: {usual.out})")

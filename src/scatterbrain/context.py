@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Context:
-    """q (G, N, D) and k (G, M, D) unscaled, in the compute dtype; key_mask (G, M), True where visible, or None.
+    """q (G, N, D) and k (G, M, D) unscaled, in the compute dtype, G being batch x `heads`; key_mask (G, M), True where visible, or None.
 
     q and k may come as functions that make them, with their lengths: not every method looks at them. Where an
     `engine` is given it does the heavy parts of a selection; `lazy` says that it will also make the routes.
@@ -31,6 +31,7 @@ class Context:
         sizes: tuple[int, int, int, torch.device] | None = None,
         engine: Engine | None = None,
         lazy: bool = False,
+        heads: int | None = None,
     ) -> None:
         self._q, self._k = q, k
         if sizes is None:
@@ -40,6 +41,7 @@ class Context:
         self.scale, self.causal, self.key_mask = scale, causal, key_mask
         self.memo: dict[Any, Any] = {} if memo is None else memo
         self.engine, self.lazy = engine, lazy
+        self.heads = self.groups if heads is None else heads
 
     @property
     def q(self) -> Tensor:

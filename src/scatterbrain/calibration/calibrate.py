@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import require
 from .capture import MEMORY, Watcher, capture
-from .fit import fit
+from .fit import check_objective, fit
 from .plan import HeadPlan, LayerPlan, Plan
+from .sensitivity import Loss, probe
 
 NOT_CALLED = "not called during calibration"
 
@@ -25,6 +27,8 @@ def calibrate(
     *,
     error: float | None = None,
     policy: str = "measured",
+    objective: str | None = None,
+    loss: Loss | None = None,
     seed: int = 0,
     memory: int = MEMORY,
     progress: bool = True,
@@ -34,6 +38,9 @@ def calibrate(
     budget   mean share of the visible entries over all heads; a head may get less or more of it
     error    instead: the smallest budget that reaches this mean error
     policy   "measured" tries candidates on what was watched; "paper" is the paper's rule, by entropy; "default" the default
+    objective what policy "measured" makes small: "model" (unless told, where a budget is given), the error of each head's matrix
+             and what it does to the model's output, found by a backward pass a batch; "matrix", the error of the matrix alone
+    loss     loss(output, batch), a scalar to measure that by, in place of the model's own output (sensitivity.py)
     memory   bytes that may be held of q, k and v; inputs beyond are left out, and the plan says how many
 
     A batch is a tensor, a tuple of positional arguments or a mapping of keyword ones. The model runs as it is, exactly.
@@ -41,17 +48,25 @@ def calibrate(
     require(budget is None or error is None, "budget and error", "not be given together", (budget, error), "pass one of them")
     if budget is None and error is None:
         budget = 1 / 8
+    if objective is None:
+        objective = "model" if error is None and policy == "measured" else "matrix"
+    check_objective(objective, error, policy)
+    require(loss is None or objective == "model", "loss", "come with objective='model'", f"objective={objective!r}", "leave it out")
     batches = batches if hasattr(batches, "__len__") else list(batches)
+    generator = torch.Generator().manual_seed(seed)
+    feel = None if objective == "matrix" else loss or (lambda output, batch: probe(output, generator))
     with bar(len(batches), "watching", "batch", progress) as step:  # type: ignore[arg-type]
-        watchers = capture(model, batches, memory, step)
+        watchers = capture(model, batches, memory, step, feel)
     captures = {name: watcher.kept for name, watcher in watchers.items() if watcher.kept}
     require(captures, "model", "make an attention call that can be approximated", _why_not(watchers), "see scatterbrain.integrations")
     given: dict[str, Any] = {"budget": budget} if error is None else {"error": error}
     with bar(len(captures), "fitting", "layer", progress) as step:
-        fits = fit(captures, policy=policy, seed=seed, progress=lambda done, total, layer: step(), **given)
+        fits = fit(captures, policy=policy, objective=objective, seed=seed, progress=lambda done, total, layer: step(), **given)
     modules = dict(model.named_modules())
     layers = {name: _layer(type(modules[name]).__name__, watcher, fits.get(name)) for name, watcher in watchers.items()}
-    about = _about(watchers)
+    about = _about(watchers) | {"objective": objective}
+    if objective == "model":
+        about["harm"] = sum(head.harm for heads in fits.values() for head in heads)
     return Plan(model=type(model).__name__, layers=layers, budget=budget, error=error, policy=policy, seed=seed, about=about)
 
 

@@ -1,11 +1,13 @@
 """Queries, keys and values of every attention layer, watched while the model runs as it is; never a matrix of weights.
 
-Memory: q, k and v of the inputs kept, at most `memory` bytes in all, each layer an equal share. An input is one item of
+Memory: q, k and v of the inputs kept, and their gradients where those are asked for, at most `memory` bytes in all, each layer an
+equal share; and, with gradients, the activations of one batch while it is looked at. An input is one item of
 a batch. Once a layer's share is full the rest of the inputs are counted, not kept.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -22,7 +24,7 @@ from ..integrations.convert import attach, detach, layers_of
 from ..integrations.sdpa import SdpaMode, callers
 from .measure import Capture
 
-MEMORY = 2**30
+MEMORY = 2**31
 
 
 @dataclass
@@ -43,36 +45,60 @@ class Watcher:
     bytes: int = 0
     left_out: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+    feels: bool = False
+    waiting: list[tuple[Tensor, int, int]] = field(default_factory=list)
 
     def __call__(self, call: Call) -> Tensor:
+        out = call.exact()
+        if self.feels:  # a zero whose gradient is the output's
+            zero = torch.zeros_like(out, requires_grad=True)
+            out = out + zero
         if call.only_exact:
             self.exactly(call.only_exact)
         else:
             for item in range(call.query.shape[0]):
-                self._keep(call, item)
-        return call.exact()
+                if self._keep(call, item) and self.feels:
+                    self.waiting.append((zero, item, len(self.kept) - 1))
+        return out
+
+    def feel(self, gradient: dict[int, Tensor]) -> None:
+        """Give what was kept the gradients of its outputs, by the id of their zeros."""
+        for zero, item, place in self.waiting:
+            pull = gradient[id(zero)][item : item + 1].to("cpu", torch.bfloat16, copy=True)
+            self.kept[place] = dataclasses.replace(self.kept[place], pull=pull)
+        self.waiting.clear()
 
     def exactly(self, reason: str) -> None:
         self.reasons[reason] += 1
 
-    def _keep(self, call: Call, item: int) -> None:
+    def _keep(self, call: Call, item: int) -> bool:
         parts = [t[item : item + 1] for t in (call.query, call.key, call.value)]
         size = sum(t.numel() * t.element_size() for t in parts)
+        if self.feels:  # the gradient of the output, as wide as the values
+            size += 2 * call.query[0, ..., 0].numel() * call.value.shape[3]
         if self.bytes + size > self.share or size > self.pool.left:
             require(self.kept, "memory", f"hold an input of layer {self.name!r}, {size:,} bytes", f"{self.share:,} a layer", "raise it or cut inputs")
             self.left_out += 1
-            return
+            return False
         self.bytes += size
         self.pool.left -= size
         q, k, v = (t.detach().cpu().clone(memory_format=torch.contiguous_format) for t in parts)
         mask = None if call.key_mask is None else call.key_mask[item : item + 1].detach().cpu().clone()
         self.kept.append(Capture(q=q, k=k, v=v, key_mask=mask, causal=call.causal, scale=call.scale))
+        return True
 
 
-def capture(model: nn.Module, batches: Iterable[Any], memory: int = MEMORY, tick: Callable[[], None] = lambda: None) -> dict[str, Watcher]:
-    """Run the model on every batch, without gradients and in its own mode (train or eval), and watch each layer by name.
+def capture(
+    model: nn.Module,
+    batches: Iterable[Any],
+    memory: int = MEMORY,
+    tick: Callable[[], None] = lambda: None,
+    feel: Callable[[Any, Any], Tensor] | None = None,
+) -> dict[str, Watcher]:
+    """Run the model on every batch, in its own mode (train or eval), and watch each layer by name.
 
-    A batch is a tensor, a tuple of positional arguments, or a mapping of keyword ones.
+    A batch is a tensor, a tuple of positional arguments, or a mapping of keyword ones. feel(output, batch) gives a scalar whose
+    gradient by every head's output is kept too, at the cost of a backward pass a batch; without it no gradient is taken.
     """
     found = layers_of(model)
     share = memory // max(1, len(found))
@@ -80,11 +106,38 @@ def capture(model: nn.Module, batches: Iterable[Any], memory: int = MEMORY, tick
     watchers = {name: Watcher(name, share, pool) for name in found}
     count = 0
     with watching(model, watchers, lambda name: Watcher(name, share, pool)), torch.no_grad():
-        for count, batch in enumerate(batches, 1):  # noqa: B007
-            feed(model, batch)
+        for count, batch in enumerate(batches, 1):
+            if feel is None:
+                feed(model, batch)
+            else:
+                _feel(model, batch, watchers, feel)
             tick()
     require(count, "batches", "hold at least one batch", "none", "pass a list of inputs; an iterator can be used up")
     return watchers
+
+
+def _feel(model: nn.Module, batch: Any, watchers: dict[str, Watcher], feel: Callable[[Any, Any], Tensor]) -> None:
+    learning = [p for p in model.parameters() if p.requires_grad]
+    try:
+        for p in learning:  # only what lies after an attention output is differentiated
+            p.requires_grad_(False)
+        for watcher in watchers.values():
+            watcher.feels = True
+        with torch.enable_grad():
+            scalar = feel(feed(model, batch), batch)
+            able = isinstance(scalar, Tensor) and scalar.numel() == 1 and scalar.requires_grad
+            remedy = "pass objective='matrix', which needs no gradient, or a loss that gives a scalar"
+            require(able, "model", "give an output that has a gradient", getattr(scalar, "grad_fn", type(scalar).__name__), remedy)
+            zeros = {id(zero): zero for watcher in watchers.values() for zero, _, _ in watcher.waiting}
+            found = torch.autograd.grad(scalar, list(zeros.values()), allow_unused=True) if zeros else ()
+    finally:
+        for p in learning:
+            p.requires_grad_(True)
+        for watcher in watchers.values():
+            watcher.feels = False
+    gradient = {name: torch.zeros_like(zero) if g is None else g for (name, zero), g in zip(zeros.items(), found, strict=True)}
+    for watcher in watchers.values():
+        watcher.feel(gradient)
 
 
 def watching(model: nn.Module, watchers: dict[str, Any], more: Callable[[str], Watcher] | None = None) -> ExitStack:

@@ -15,7 +15,7 @@ from ..explain import explain
 from ..functional import attention
 from ..integrations.call import Call
 from ..integrations.convert import RECORD, PlanLike, attach, detach, layers_of, recipes_for
-from ..integrations.heads import Converted, Method, group_heads, pick_heads
+from ..integrations.heads import Converted, Method, pick_heads
 from .calibrate import bar
 from .capture import feed, watching
 from .measure import Capture, entries_of, error_of, look
@@ -107,9 +107,8 @@ class Meter:
             return call.exact()
         exact = call.exact()
         with torch.no_grad():
-            methods = self.converted.methods(call)
-            for heads in group_heads(methods):
-                self._group(call, exact, heads, methods[heads[0]], len(methods))
+            for heads, method in self.converted.groups(call):
+                self._group(call, exact, heads, method, call.query.shape[1])
         self.calls += 1
         return exact
 

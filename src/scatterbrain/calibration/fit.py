@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 from ..errors import require
-from .allocate import Offer, allocate, uniform
+from .allocate import Loss, Offer, allocate, uniform
 from .measure import Capture, HeadFit, entries_of, error_of, look
 from .menu import SPENDINGS, menu, paper
 from .recipe import Recipe
 from .trial import ROWS, Curve, Trial, sample_rows
 
 POLICIES = ("measured", "paper", "default")
+LOOKED_AT = 512  # rows for entropy and masses
 MARGIN = 0.985  # of the budget: other inputs may spend a little more
 LADDER = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)  # menus among which the smallest budget for an error is sought
+OBJECTIVES = ("model", "matrix")
 Progress = Callable[[int, int, str], None]
 
 
@@ -27,14 +29,17 @@ def fit(
     *,
     error: float | None = None,
     policy: str = "measured",
+    objective: str = "matrix",
     seed: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, list[HeadFit]]:
     """Recipes for every head of every layer: at an average `budget`, or the smallest one with mean error at most `error`.
 
-    policy    "measured": many recipes are tried on the first half of the captures, the least total error under one budget for
-              all heads is sought, and the other half says whether moving budget between heads pays. "paper": the same budget
-              for each, more low-rank where the entropy is high. "default": the library's default at the budget.
+    policy    "measured": many recipes are tried, their thresholds from the first half of the captures, the least total loss under
+              one budget for all heads is sought, and the other half says whether moving budget between heads pays. "paper": the
+              same budget for each, more low-rank where the entropy is high. "default": the library's default at the budget.
+    objective the loss of policy "measured". "matrix": a head's error. "model": that and what it does to the model's output, each
+              over the least total it can have; captures must hold their `pull`.
     progress  `progress(done, all, layer)` is told of every layer done
 
     Cost: a few hundred sampled rows of every capture against all its keys, once a recipe; nothing N x N is held.
@@ -45,28 +50,39 @@ def fit(
         require(value is None or 0 < value <= 1, name, "lie in (0, 1]", value, "pass a share, such as 1/8")
     require(policy in POLICIES, "policy", f"be one of {', '.join(POLICIES)}", policy, "pick one of them")
     require(error is None or policy == "measured", "policy", "be 'measured' when an error is asked for", policy, "pass a budget instead")
+    check_objective(objective, error, policy)
     require(len(captures) > 0, "captures", "hold a layer", "none", "run the model on some inputs first")
     looks, offers = {}, {}
     for done, (name, seen) in enumerate(captures.items()):
         require(len(seen) > 0, name, "hold a capture", "none", "run the model on some inputs first")
+        felt = objective == "matrix" or all(c.pull is not None for c in seen)
+        require(felt, name, "hold captures with their pull", "none", "pass objective='matrix', or calibrate a model")
         looks[name] = _looks(seen, seed)
         offers[name] = _offers(seen, budget, policy, looks[name])
         if progress is not None:
             progress(done + 1, len(captures), name)
     heads = [head for layer in offers.values() for head in layer]
-    chosen = iter(_choose(heads, budget, error, policy))
+    chosen = iter(_choose(heads, budget, error, policy, objective))
     return {name: [_head(next(chosen), stats) for stats in looks[name]] for name in captures}
 
 
+def check_objective(objective: str, error: float | None, policy: str) -> None:
+    require(objective in OBJECTIVES, "objective", f"be one of {', '.join(map(repr, OBJECTIVES))}", objective, "pick one of them")
+    plain = objective == "matrix" or (error is None and policy == "measured")
+    rule = "be 'matrix' where an error is asked for, or another policy than 'measured'"
+    require(plain, "objective", rule, objective, "leave it out")
+
+
 def _head(offer: Offer, stats: dict[str, float]) -> HeadFit:
-    return HeadFit(recipe=offer.recipe, error=offer.held_error, entries=offer.entries, budget=offer.held_cost, **stats)
+    spent = {"entries": offer.entries, "budget": offer.held_cost, "cluster_mass": offer.mass}
+    return HeadFit(recipe=offer.recipe, error=offer.held_error, harm=offer.held_harm, **spent, **stats)
 
 
 def _looks(captures: Sequence[Capture], seed: int) -> list[dict[str, float]]:
     """Each head's means over captures and batch items."""
     rows = []
     for c in captures:
-        s = look(c, seed)
+        s = look(c, seed, limit=LOOKED_AT)
         rows.append(torch.stack([t.double() for t in (s.entropy, s.window_mass, s.column_mass)]).unflatten(1, (-1, c.heads)))
     mean = torch.cat(rows, 1).mean(1)
     names = ("entropy", "window_mass", "column_mass")
@@ -121,15 +137,17 @@ def _mean(per_group: list[Tensor], heads: int) -> Tensor:
 def _average(curves: list[Curve], heads: int) -> Curve:
     share = [c.entries / c.visible[:, None] for c in curves]
     visible = _mean([c.visible[:, None] for c in curves], heads)[:, 0]
-    return Curve(curves[0].gain, _mean(share, heads) * visible[:, None], _mean([c.error for c in curves], heads), visible)
+    return Curve(curves[0].gain, _mean(share, heads) * visible[:, None], _mean([c.error for c in curves], heads), _mean([c.harm for c in curves], heads), _mean([c.mass for c in curves], heads), visible)
 
 
 def _collect(offers: list[list[Offer]], recipe: Recipe, gain: Tensor, decide: Curve, held: Curve) -> None:
+    first, other = ((c.entries / c.visible[:, None], c.error, c.harm, c.mass, c.entries) for c in (decide, held))
     for n, head in enumerate(offers):
         for level in range(gain.shape[1]):
-            cost, held_cost = (float(c.entries[n, level] / c.visible[n]) for c in (decide, held))
+            cost, error, harm, _, _ = (float(t[n, level]) for t in first)
+            held_cost, held_error, held_harm, mass, entries = (float(t[n, level]) for t in other)
             mine = dataclasses.replace(recipe, gain=round(float(gain[n, level]), 3), budget=min(1.0, max(cost, 1e-4)))
-            head.append(Offer(mine, cost, float(decide.error[n, level]), float(held.entries[n, level]), held_cost, float(held.error[n, level])))
+            head.append(Offer(mine, cost, error, entries, held_cost, held_error, harm, held_harm, mass))
 
 
 def _default(captures: Sequence[Capture], recipe: Recipe) -> list[list[Offer]]:
@@ -141,7 +159,7 @@ def _default(captures: Sequence[Capture], recipe: Recipe) -> list[list[Offer]]:
     return [[Offer(recipe, cost, error, spent, cost, error)] for cost, error, spent in torch.cat(rows, 1).mean(1).T.tolist()]
 
 
-def _choose(heads: list[list[Offer]], budget: float | None, error: float | None, policy: str) -> list[Offer]:
+def _choose(heads: list[list[Offer]], budget: float | None, error: float | None, policy: str, objective: str) -> list[Offer]:
     if policy == "default":
         return [head[0] for head in heads]
     if budget is None:
@@ -156,12 +174,28 @@ def _choose(heads: list[list[Offer]], budget: float | None, error: float | None,
         return chosen
     if policy == "paper":
         return uniform(heads, budget * MARGIN)
+    loss, held_loss = _losses(heads, budget * MARGIN, objective)
     options = []
-    for way in (lambda b: allocate(heads, budget=b), lambda b: uniform(heads, b)):
+    for way in (lambda b: allocate(heads, budget=b, loss=loss), lambda b: uniform(heads, b, loss)):
         chosen = way(budget * MARGIN)
         spent = _held(chosen)[0]
         options.append(way(budget * MARGIN**2 * budget / spent) if spent > budget * MARGIN else chosen)
-    return min(options, key=lambda chosen: _held(chosen)[1])
+    return min(options, key=lambda chosen: sum(map(held_loss, chosen)))
+
+
+def _losses(heads: list[list[Offer]], budget: float, objective: str) -> tuple[Loss, Loss]:
+    """What is to be small, over all inputs, and over those that thresholds do not come from."""
+
+    def error(o: Offer) -> float:
+        return (o.error + o.held_error) / 2
+
+    def harm(o: Offer) -> float:
+        return (o.harm + o.held_harm) / 2
+
+    if objective == "matrix":
+        return error, lambda o: o.held_error
+    least_error, least_harm = (max(1e-30, sum(map(loss, allocate(heads, budget=budget, loss=loss)))) for loss in (error, harm))
+    return lambda o: error(o) / least_error + harm(o) / least_harm, lambda o: o.held_error / least_error + o.held_harm / least_harm
 
 
 def _held(chosen: Sequence[Offer]) -> tuple[float, float]:

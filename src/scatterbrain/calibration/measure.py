@@ -22,7 +22,10 @@ PROBES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Capture:
-    """One call of attention: q (B, H, N, D), k and v (B, H', M, D), key_mask as attn_mask takes it or None."""
+    """One call of attention: q (B, H, N, D), k and v (B, H', M, D), key_mask as attn_mask takes it or None.
+
+    `pull` (B, H, N, D), where given, says what the model makes of an error of the output: sensitivity.py.
+    """
 
     q: Tensor
     k: Tensor
@@ -30,6 +33,7 @@ class Capture:
     key_mask: Tensor | None = None
     causal: bool = False
     scale: float | None = None
+    pull: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name in ("q", "k", "v"):
@@ -45,7 +49,8 @@ class Capture:
 @dataclass(frozen=True, kw_only=True)
 class HeadFit:
     """A head's recipe and what was seen of it. error is relative Frobenius on held-out inputs where there are any;
-    entries are those spent, a row; budget their share of the visible ones; masses are shares of the attention."""
+    entries are those spent, a row; budget their share of the visible ones; masses are shares of the attention, cluster_mass on the
+    visited clusters, beyond columns and window. harm is what the head's error does to the model's output (sensitivity.py)."""
 
     recipe: Recipe
     entropy: float
@@ -54,6 +59,8 @@ class HeadFit:
     budget: float
     window_mass: float
     column_mass: float
+    cluster_mass: float = math.nan
+    harm: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -69,12 +76,12 @@ class Seen:
     column_mass: Tensor
 
 
-def look(c: Capture, seed: int = 0, window: int = 64, columns: int = 8) -> Seen:
-    """Costs rows x M products a head, at most ROWS x M, one head at a time."""
+def look(c: Capture, seed: int = 0, window: int = 64, columns: int = 8, limit: int = ROWS) -> Seen:
+    """Costs rows x M products a head, at most `limit` x M, one head at a time."""
     p = check_inputs(c.q, c.k, c.v, c.key_mask, 0.0, c.causal, c.scale, c.k.shape[1] != c.q.shape[1])
     groups, n, m, device = p.sizes
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.arange(n) if n <= ROWS else torch.randperm(n, generator=generator)[:ROWS].sort().values
+    rows = torch.arange(n) if n <= limit else torch.randperm(n, generator=generator)[:limit].sort().values
     rows = rows.to(device)
     probes = (torch.randint(2, (m, PROBES), generator=generator) * 2 - 1).to(p.k)
     near = (rows[:, None] - torch.arange(m, device=device)).abs() <= window // 2

@@ -17,6 +17,7 @@ from ..supports import Columns, Routed, Window
 VERSION = 1
 SINKS = 4
 TOP, TOP_CAUSAL = 32, 12  # clusters that a query may visit at most
+VISITED = 192  # keys, causal, where clusters are small: up to TOP of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,8 @@ class Recipe:
         clusters = 1 if causal else means  # whatever does not count stays out of comparisons
         parts: list[Support] = []
         if self.gain is not None:
-            top = TOP_CAUSAL if causal else min(TOP, means)
+            small = min(TOP, VISITED * self.per_chunk // self.chunk)
+            top = max(TOP_CAUSAL, small) if causal else min(TOP, means)
             gain = round(self.gain - math.log(max(1, length) / self.length), 4)
             parts.append(Routed(top, clusters=max(top, clusters), gain=gain, keys=max(1, round(self._routed() * seen)), **chunks))
         columns = round(self.columns * seen)

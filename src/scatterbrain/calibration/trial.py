@@ -24,17 +24,47 @@ from ..supports import Routed
 from ..supports.clusters import node_means
 from .measure import Capture
 
-ROWS = 128
+ROWS = 256
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Of each head (G, L): thresholds, entries a row and error; visible (G,): entries of exact attention."""
+    """Of each head (G, L): thresholds, entries a row, error, harm to the output and mass on visited clusters; visible (G,): entries of exact attention."""
 
     gain: Tensor
     entries: Tensor
     error: Tensor
+    harm: Tensor
+    mass: Tensor
     visible: Tensor
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Some rows as they are, (G, R, M): who is seen, logits, weights under each row's largest, and what the model makes of each
+    pair (zero where that is not known); and their sums, (G, R). The same for every recipe."""
+
+    seen: Tensor
+    live: Tensor
+    logits: Tensor
+    top: Tensor
+    a: Tensor
+    pull: Tensor
+    sum_a: Tensor
+    sum_aa: Tensor
+    sum_au: Tensor
+
+    @classmethod
+    def of(cls, p: Problem, ctx: Context, rows: Tensor, pull: Tensor | None) -> Exact:
+        key = torch.arange(p.sizes[2], device=p.sizes[3])
+        seen = ctx.visible[:, None] & (key <= rows[:, None]) if p.causal else ctx.visible[:, None].expand(-1, rows.numel(), -1)
+        logits = (p.q[:, rows] * p.scale @ p.k.mT).masked_fill_(~seen, -torch.inf)
+        top = logits.amax(-1, keepdim=True)
+        top = torch.where(torch.isneginf(top), 0.0, top)
+        a = (logits - top).exp_()
+        u = a.new_zeros(()) if pull is None else pull.flatten(0, 1)[:, rows].to(a.dtype) @ p.v.mT
+        live = ctx.active[:, rows].to(a.dtype)
+        return cls(seen, live, logits, top, a, u, a.sum(-1).double(), a.square().sum(-1).double(), (a * u).sum(-1).double())
 
 
 class Trial:
@@ -53,7 +83,9 @@ class Trial:
         with torch.no_grad():
             fixed = [layer for x in parts if x is not router for layer in x.select(ctx, {})]
             routes = None if router is None else router.routes(ctx)
+            self.exact: Exact = ctx.remember(("exact", tuple(rows.tolist())), lambda: Exact.of(p, ctx, rows, c.pull))
             self._measure(p, ctx, rows, fixed, routes, low)
+            self.rows_of = c.q.shape[2] / rows.numel()
         _, n, m, _ = p.sizes
         self.low_entries = low.entries(n, m, c.q.shape[3], c.causal)
         self.top = 1 if routes is None else routes.top
@@ -61,11 +93,8 @@ class Trial:
     def _measure(self, p: Problem, ctx: Context, rows: Tensor, fixed: list[Layer], routes: Routes | None, low: ClusterMeans) -> None:
         _, _, m, device = p.sizes
         key = torch.arange(m, device=device)
-        seen = ctx.visible[:, None] & (key <= rows[:, None]) if p.causal else ctx.visible[:, None].expand(-1, rows.numel(), -1)
-        q = p.q[:, rows] * p.scale
-        a = (q @ p.k.mT).masked_fill_(~seen, -torch.inf)
-        top = a.amax(-1, keepdim=True)
-        top = torch.where(torch.isneginf(top), 0.0, top)
+        x, q = self.exact, p.q[:, rows] * p.scale
+        seen, a = x.seen, x.a
         held = torch.zeros_like(seen)
         for layer in fixed:
             held = held | row_mask(layer, rows, m)
@@ -78,27 +107,27 @@ class Trial:
         at = means.node.clamp(min=0)[:, None].expand(-1, rows.numel(), -1)
         l_log = score.gather(2, at) + means.offset[:, None]
         if p.causal:
-            l_log = torch.where(key // means.chunk == rows[:, None] // means.chunk, self._inner(p, ctx, q, means), l_log)
-            l_log = torch.where(key // means.inner == rows[:, None] // means.inner, a, l_log)
-        a, low_w = (a - top).exp_(), (l_log.masked_fill_(~seen, -torch.inf) - top).exp_()
-        live = ctx.active[:, rows].to(a.dtype)
-        self.visible, self.live = seen.sum(-1) * live, live
-        self.sum_a, self.sum_aa = a.sum(-1).double(), a.square().sum(-1).double()
+            l_log = torch.where(key // means.chunk == rows[:, None] // means.chunk, ctx.remember(("inner", means.inner, rows.numel(), int(rows[0])), lambda: self._inner(p, ctx, q, means)), l_log)
+            l_log = torch.where(key // means.inner == rows[:, None] // means.inner, x.logits, l_log)
+        low_w = l_log.masked_fill_(~seen, -torch.inf).sub_(x.top).exp_()
+        self.visible, self.live = seen.sum(-1) * x.live, x.live
         w = torch.where(held, a, low_w)
-        self.base = torch.stack([w.sum(-1), w.square().sum(-1), (w * a).sum(-1), held.sum(-1).to(w.dtype)], -1).double()
+        sums = w.sum(-1), w.square().sum(-1), (w * a).sum(-1), held.sum(-1).to(w.dtype), (w * x.pull).sum(-1), torch.zeros_like(w[..., 0])
+        self.base = torch.stack(sums, -1).double()
         self._deltas(a, low_w, seen & ~held, rows, routes, score + mass[:, None])
 
     def _deltas(self, a: Tensor, low: Tensor, free: Tensor, rows: Tensor, routes: Routes | None, score: Tensor) -> None:
         """What visiting each node would add to a row's sums, and the score that decides: (G, R, nodes)."""
         if routes is None or routes.worth is None or routes.least is None:
-            self.score, self.delta = score.new_full((*score.shape[:2], 1), -torch.inf), score.new_zeros(*score.shape[:2], 1, 4).double()
+            self.score, self.delta = score.new_full((*score.shape[:2], 1), -torch.inf), score.new_zeros(*score.shape[:2], 1, 6).double()
             return
         member = torch.zeros(a.shape[0], a.shape[2], routes.nodes + 1, device=a.device, dtype=a.dtype)
         member.scatter_(2, torch.where(routes.k_label < 0, routes.nodes, routes.k_label)[..., None], 1.0)
         member = member[..., :-1]
         free_w = free.to(a.dtype)
         a, low = a * free_w, low * free_w
-        terms = (a - low, a.square() - low.square(), a.square() - a * low, free_w)
+        gap = a - low
+        terms = (gap, a.square() - low.square(), a * gap, free_w, gap * self.exact.pull, a)
         self.delta = torch.stack([t @ member for t in terms], -1).double()
         if routes.chunk:
             node = torch.arange(routes.nodes, device=a.device)
@@ -131,18 +160,22 @@ class Trial:
 
     def curve(self, gain: Tensor) -> Curve:
         """Entries and error at thresholds (G, L)."""
-        entries, error = [], []
+        entries, error, harm, mass = [], [], [], []
         kth = self.score.topk(min(self.top, self.score.shape[-1]), -1).values[..., -1:]
         live, rows = self.live.double(), self.live.sum(-1).clamp(min=1).double()
-        norm = (live * self.sum_aa / self.sum_a.square().clamp(min=1e-300)).sum(-1)
+        sum_a = self.exact.sum_a.clamp(min=1e-300)
+        square = self.exact.sum_aa / sum_a.square()
+        norm = (live * square).sum(-1)
         for level in gain.unbind(1):
             taken = (self.score >= torch.maximum(level[:, None, None], kth)) & ~torch.isneginf(self.score)
-            w1, w2, wa, count = (self.base + (self.delta * taken[..., None]).sum(2)).unbind(-1)
+            w1, w2, wa, count, wu, visited = (self.base + (self.delta * taken[..., None]).sum(2)).unbind(-1)
             total = w1.clamp(min=1e-300)
-            gap = w2 / total.square() - 2 * wa / (total * self.sum_a.clamp(min=1e-300)) + self.sum_aa / self.sum_a.square().clamp(min=1e-300)
+            gap = w2 / total.square() - 2 * wa / (total * sum_a) + square
             error.append(((gap.clamp(min=0) * live).sum(-1) / norm.clamp(min=1e-300)).sqrt())
             entries.append((count * live).sum(-1) / rows + self.low_entries)
-        return Curve(gain, torch.stack(entries, 1), torch.stack(error, 1), self.visible.sum(-1) / rows)
+            harm.append(((wu / total - self.exact.sum_au / sum_a).square() * live).sum(-1) * self.rows_of)
+            mass.append((visited / sum_a * live).sum(-1) / rows)
+        return Curve(gain, torch.stack(entries, 1), torch.stack(error, 1), torch.stack(harm, 1), torch.stack(mass, 1), self.visible.sum(-1) / rows)
 
 
 def row_mask(layer: Layer, rows: Tensor, m: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -11,16 +12,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..config import Config, Sampled
+from ..config import Config, Sampled, Union
 from ..errors import message, require
 from ..functional import attention
 from ..presets import softmax
+from ..supports import Routed
 from .call import ALWAYS_EXACT, Call
 
 BY_RECIPE, PLANNED = "by its recipe", "exact: as the plan says"
 FALLBACKS = ("raise", "exact")
 REMEDY = "compute such calls exactly with fallback='exact', or change the model's input"
 Method = dict[str, Any]
+KNOWN_LENGTHS = 64  # that a layer keeps its methods for
 
 
 class HasMethod(Protocol):
@@ -39,6 +42,7 @@ class Converted:
     impl: str = "auto"
     counts: Counter[str] = field(default_factory=Counter)
     drawn: dict[Any, Sampled] = field(default_factory=dict)
+    grouped: dict[Any, list[tuple[list[int], Method]]] = field(default_factory=dict)
 
     def __call__(self, call: Call) -> Tensor:
         reason = call.only_exact if self.recipes else PLANNED
@@ -66,25 +70,35 @@ class Converted:
 
     def attend(self, call: Call) -> Tensor:
         """(B, H, N, E), gradients included."""
-        methods = self.methods(call)
-        groups = group_heads(methods)
+        groups = self.groups(call)
         if len(groups) == 1:
-            return self._run(call, methods[0], None)
-        parts = [self._run(call, methods[heads[0]], heads) for heads in groups]
-        order = torch.tensor([h for heads in groups for h in heads], device=call.query.device)
+            return self._run(call, groups[0][1], None)
+        parts = [self._run(call, method, heads) for heads, method in groups]
+        order = torch.tensor([h for heads, _ in groups for h in heads], device=call.query.device)
         return torch.cat(parts, 1).index_select(1, order.argsort())
 
-    def methods(self, call: Call) -> list[Method]:
-        """One a query head, for as many keys as the longest of the batch shows."""
+    def groups(self, call: Call) -> list[tuple[list[int], Method]]:
+        """Heads that can share a call of attention, for as many keys as the longest of the batch shows."""
         heads, length = call.query.shape[1], call.key.shape[2]
-        if call.key_mask is not None and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return group_heads(self.methods(heads, length, call.causal))
+        if call.key_mask is not None:
             length = max(1, int(call.key_mask.sum(-1).max()))
+        key = heads, length, call.causal
+        if key not in self.grouped:
+            if len(self.grouped) >= KNOWN_LENGTHS:
+                self.grouped.clear()
+            self.grouped[key] = group_heads(self.methods(*key))
+        return self.grouped[key]
+
+    def methods(self, heads: int, length: int, causal: bool) -> list[Method]:
+        """One a query head."""
         one = len(self.recipes) == 1
         require(one or len(self.recipes) == heads, f"plan of layer {self.name!r}", f"hold its {heads} heads", len(self.recipes), "calibrate again")
         made: dict[int, Method] = {}
         for recipe in self.recipes:
             if id(recipe) not in made:
-                made[id(recipe)] = recipe.method(length, call.causal)
+                made[id(recipe)] = recipe.method(length, causal)
         chosen = [made[id(recipe)] for recipe in self.recipes]
         return chosen * heads if one else chosen
 
@@ -118,17 +132,44 @@ class Converted:
         return self.drawn[key]
 
 
-def group_heads(methods: Sequence[Method]) -> list[list[int]]:
-    """Heads that share a method, in the order of their first."""
-    groups: list[list[int]] = []
+def group_heads(methods: Sequence[Method]) -> list[tuple[list[int], Method]]:
+    """Heads that can share a call, in the order of their first, and its method: thresholds of routing may differ from head to head."""
+    groups: list[tuple[list[int], Method, list[float]]] = []
     for head, method in enumerate(methods):
-        for group in groups:
-            if methods[group[0]] == method:
-                group.append(head)
-                break
-        else:
-            groups.append([head])
-    return groups
+        shared, gain = without_gain(method)
+        group = next((group for group in groups if group[1] == shared), None)
+        if group is None:
+            groups.append(group := ([], shared, []))
+        group[0].append(head)
+        group[2].append(gain)
+    return [(heads, with_gains(shared, gains)) for heads, shared, gains in groups]
+
+
+def without_gain(method: Method) -> tuple[Method, float]:
+    """The method with its routing's threshold at 0, and that threshold."""
+    router = _router(method)
+    if router is None or not isinstance(router.gain, float):
+        return method, 0.0
+    return _with_router(method, dataclasses.replace(router, gain=0.0)), router.gain
+
+
+def with_gains(method: Method, gains: Sequence[float]) -> Method:
+    router = _router(method)
+    if router is None or not isinstance(router.gain, float):
+        return method
+    return _with_router(method, dataclasses.replace(router, gain=gains[0] if len(set(gains)) == 1 else tuple(gains)))
+
+
+def _router(method: Method) -> Routed | None:
+    support = method.get("support")
+    parts = support.parts if isinstance(support, Union) else (support,)
+    return next((part for part in parts if isinstance(part, Routed)), None)
+
+
+def _with_router(method: Method, router: Routed) -> Method:
+    support = method["support"]
+    parts = tuple(router if isinstance(part, Routed) else part for part in support.parts) if isinstance(support, Union) else (router,)
+    return {**method, "support": Union(parts) if isinstance(support, Union) else router}
 
 
 def pick_heads(query: Tensor, key: Tensor, value: Tensor, heads: Sequence[int] | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -38,6 +38,7 @@ class FitConfig:
     budget: float | None = None
     error: float | None = None
     policy: str = "measured"
+    objective: str | None = None
     plan: str | None = None
     fallback: str = "raise"
     seed: int = 0
@@ -52,7 +53,8 @@ def run_calibrate(config: FitConfig) -> Path:
     subject = load(config.model)
     batches, about = inputs_of(config, subject, calibration_inputs, "first")
     print(f"{subject.title}: calibrating on {about}", flush=True)
-    plan = calibrate(subject.part, batches, config.budget, error=config.error, policy=config.policy, seed=config.seed)
+    aim: dict[str, Any] = {"error": config.error, "policy": config.policy, "objective": config.objective}
+    plan = calibrate(subject.part, batches, config.budget, seed=config.seed, **aim)
     print(plan.summary())
     print(f"\nplan  {plan.save(out)}")
     return out

@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 
 from ..analysis.oracles import rank_for
-from ..calibration.calibrate import calibrate
 from ..calibration.capture import capture
 from ..calibration.evaluate import evaluate
 from ..calibration.measure import Capture
 from ..calibration.plan import aligned
 from ..errors import require
 from . import machine
-from .quality import OURS, here
+from .quality import OURS, Ours, here
 from .rivals import BOTH_WAYS, Named
-from .subjects import CARRIED, Subject, calibration_inputs, held_out_inputs, load
+from .subjects import CARRIED, Subject, held_out_inputs, load
 
 FORMAT = 1
 SVD = "truncated SVD (oracle)"
@@ -39,6 +38,7 @@ class ErrorsConfig:
     budgets: tuple[float, ...] = (1 / 4, 1 / 8, 1 / 16, 1 / 32)
     methods: tuple[str, ...] = METHODS
     inputs: int = 1
+    plans: str | None = None
     seed: int = 0
     threads: int | None = None
     out: str = "records/errors.json"
@@ -65,7 +65,7 @@ def run(config: ErrorsConfig, command: str = "") -> Path:
         inputs, about = held_out_inputs(subject, config.inputs)
         for budget, method in todo:
             start = time.perf_counter()
-            found = one(subject, budget, method, inputs[: config.inputs], config.seed)
+            found = one(config, subject, budget, method, inputs[: config.inputs])
             print(f"{name} at {budget:g}: {method} {found.get('error', found['note'])}", flush=True)
             row = {"model": name, "budget": budget, "method": method, "inputs": about, "machine": here(), **found}
             rows.append({**row, "seconds": time.perf_counter() - start})
@@ -75,19 +75,18 @@ def run(config: ErrorsConfig, command: str = "") -> Path:
     return path
 
 
-def one(subject: Subject, budget: float, method: str, inputs: list[Any], seed: int) -> dict[str, Any]:
+def one(config: ErrorsConfig, subject: Subject, budget: float, method: str, inputs: list[Any]) -> dict[str, Any]:
     """Mean matrix error over heads, that of the output, and the share of the entries that was spent."""
     if method == SVD:
         return {"error": svd_error(subject, budget, inputs), "output_error": None, "spent": budget, "note": f"of {DECOMPOSED} heads at most"}
     if method == OURS:
-        given, about = calibration_inputs(subject)
-        plan: Any = calibrate(subject.part, given, budget, seed=seed, progress=False)
-        note = f"plan made on {about}"
+        plan: Any = Ours(subject, budget, config.plans, seed=config.seed).plan()
+        note = f"plan made on {plan.about['text']}"
     else:
         plan, note = Named(method, budget), ""
         if why := plan.refusal(subject.causal):
             return {"error": None, "output_error": None, "spent": None, "note": f"not causal: {why}"}
-    report = evaluate(subject.part, plan, inputs, seed=seed, progress=False)
+    report = evaluate(subject.part, plan, inputs, seed=config.seed, progress=False)
     return {"error": report.error, "output_error": report.output_error, "spent": report.budget, "note": note}
 
 

@@ -112,7 +112,7 @@ def measure(config: QualityConfig, name: str, rows: Rows, header: dict[str, Any]
     if not open_rows:
         return
     subject = load(name)
-    ours = Ours(config, subject)
+    ours = Ours(subject, config.budget, config.plans, config.policy, config.seed)
     for task_name in wanted:
         todo = [method for method, task in open_rows if task == task_name]
         if not todo:
@@ -148,19 +148,22 @@ def recall(task: Task, name: str, task_name: str) -> bool:
 class Ours:
     """Our plan, made when first asked for, or read from the folder of plans."""
 
-    config: QualityConfig
     subject: Subject
+    budget: float
+    plans: str | None = None
+    policy: str = "measured"
+    seed: int = 0
     made: Plan | None = None
 
     def plan(self) -> Plan:
         if self.made is None:
-            name = f"{self.subject.name}-{Fraction(self.config.budget).limit_denominator(1024)}.json".replace("/", "_")
-            path = Path(self.config.plans) / name if self.config.plans else None
+            name = f"{self.subject.name}-{Fraction(self.budget).limit_denominator(1024)}.json".replace("/", "_")
+            path = Path(self.plans) / name if self.plans else None
             if path is not None and path.is_file():
                 self.made = Plan.load(path)
             else:
                 inputs, about = calibration_inputs(self.subject)
-                self.made = calibrate(self.subject.part, inputs, self.config.budget, policy=self.config.policy, seed=self.config.seed)
+                self.made = calibrate(self.subject.part, inputs, self.budget, policy=self.policy, seed=self.seed)
                 self.made = dataclasses.replace(self.made, about={**self.made.about, "text": about})
                 if path is not None:
                     path.parent.mkdir(parents=True, exist_ok=True)

@@ -68,7 +68,7 @@ class Routed(Support):
 
     fit="queries" forms clusters by what queries can tell apart (fitted.py). With a `gain` as well a query visits every
     cluster, at most `top` of them, where log(share of a key in the query's mass * spread of the keys' logits) is estimated
-    to be at least that: peaked rows spend more, and `keys` only says what is spent on the mean.
+    to be at least that: peaked rows spend more, and `keys` only says what is spent on the mean. A tuple holds a gain a head.
     """
 
     top: int
@@ -79,7 +79,7 @@ class Routed(Support):
     chunk: int = 256
     per_chunk: int = 16
     fit: str = "keys"
-    gain: float | None = None
+    gain: float | tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("top", "clusters", "chunk", "per_chunk"):
@@ -89,8 +89,10 @@ class Routed(Support):
             require_int(self.keys, "keys")
         check_fit(self.fit)
         if self.gain is not None:
-            number = isinstance(self.gain, (int, float)) and not isinstance(self.gain, bool) and math.isfinite(self.gain)
-            require(number, "gain", "be a finite number or None", self.gain, "pass a log of probability, such as gain=-6.0")
+            gains = self.gain if isinstance(self.gain, tuple) and self.gain else (self.gain,)
+            numbers = all(isinstance(g, (int, float)) and not isinstance(g, bool) and math.isfinite(g) for g in gains)
+            rule = "be a finite number, a tuple of one a head, or None"
+            require(numbers, "gain", rule, self.gain, "pass a log of probability, such as gain=-6.0")
             require(self.fit == "queries", "gain", "come with fit='queries'", f"fit={self.fit!r}", "pass both, or neither")
         require(self.top <= self.clusters, "top", "be at most clusters", self.top, f"pass top<={self.clusters}")
 
@@ -108,13 +110,22 @@ class Routed(Support):
         chunk = self.chunk if ctx.causal else 0
         if self.fit == "queries":
             f = fitted_chunks(ctx, chunk, self.per_chunk, self.iterations) if chunk else fitted_clusters(ctx, self.clusters, self.iterations)
-            by_gain = (None, None) if self.gain is None else (f.worth, self.gain - f.reach)
+            by_gain = (None, None) if self.gain is None else (f.worth, self._gains(ctx) - f.reach)
             return Routes(f.label, f.nodes, min(self.top, f.nodes), self.keys, chunk, f.offset, *by_gain)
         if chunk:
             label, nodes = chunk_clusters(ctx, chunk, self.per_chunk, self.iterations)
         else:
             label, nodes = key_clusters(ctx, self.clusters, self.iterations), self.clusters
         return Routes(label, nodes, min(self.top, nodes), self.keys, chunk)
+
+    def _gains(self, ctx: Context) -> Tensor:
+        """(1, 1), or (G, 1) where heads have their own."""
+        assert self.gain is not None
+        if not isinstance(self.gain, tuple):
+            return torch.full((1, 1), self.gain, device=ctx.device, dtype=ctx.k.dtype)
+        known = len(self.gain) == ctx.heads
+        require(known, "gain", f"hold one number for each of {ctx.heads} heads", len(self.gain), "pass as many, or a single number for all")
+        return torch.tensor(self.gain, device=ctx.device, dtype=ctx.k.dtype).repeat(ctx.groups // ctx.heads)[:, None]
 
     def _route(self, ctx: Context, first: int, step: int, routes: Routes, mean: Tensor, mass: Tensor, count: Tensor) -> Tensor:
         q = ctx.q[:, first : first + step] * ctx.scale
