@@ -80,7 +80,9 @@ def _fit(ctx: Context, clusters: int, iterations: int, chunk: int) -> Fitted:
     active = _cut(ctx.active[..., None], parts, rows)[..., 0].flatten(0, 1)
     q = _cut(_live(ctx), parts, rows).flatten(0, 1)
     mean = _mean(q, active)
-    apart = (q - mean[:, None]).masked_fill(~active[..., None], 0.0)
+    apart = q - mean[:, None]
+    if ctx.key_mask is not None or ctx.n % rows:
+        apart.masked_fill_(~active[..., None], 0.0)
     among = apart.mT @ apart / active.sum(-1).clamp(min=1)[:, None, None]
     k, seen = _cut(ctx.k, parts, width).flatten(0, 1), _cut(ctx.visible[..., None], parts, width)[..., 0].flatten(0, 1)
     x = k @ _root(among)
@@ -97,13 +99,20 @@ def _fit(ctx: Context, clusters: int, iterations: int, chunk: int) -> Fitted:
 def _cut(x: Tensor, parts: int, width: int) -> Tensor:
     """(G, L, D) -> (G, parts, width, D): zeros behind, what is beyond dropped."""
     total = parts * width
-    x = torch.nn.functional.pad(x, (0, 0, 0, max(0, total - x.shape[1])))[:, :total]
-    return x.reshape(x.shape[0], parts, width, x.shape[2])
+    if total > x.shape[1]:  # padding by nothing would be a copy
+        x = torch.nn.functional.pad(x, (0, 0, 0, total - x.shape[1]))
+    return x[:, :total].reshape(x.shape[0], parts, width, x.shape[2])
 
 
 def _live(ctx: Context) -> Tensor:
     """Scaled queries, zero where they do not count: padding may hold anything."""
-    return ctx.q.masked_fill(~ctx.active[..., None], 0.0) * ctx.scale
+
+    def make() -> Tensor:
+        q = ctx.q * ctx.scale
+        return q if ctx.key_mask is None else q.masked_fill_(~ctx.active[..., None], 0.0)
+
+    found: Tensor = ctx.remember("live queries", make)
+    return found
 
 
 def _mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -158,8 +167,11 @@ def _gain(spread: Tensor, size: Tensor) -> Tensor:
 def _reach(ctx: Context, mean: Tensor, among: Tensor, chunk: int) -> Tensor:
     """log |q - qm| over its root mean square; causal rows take the chunk before theirs, the first none."""
     power = torch.diagonal(among, dim1=-2, dim2=-1).sum(-1)
-    part = torch.arange(ctx.n, device=mean.device) // chunk - 1 if chunk else torch.zeros(ctx.n, dtype=torch.int64, device=mean.device)
-    at = part.clamp(min=0, max=mean.shape[1] - 1)
-    far = (_live(ctx) - mean[:, at]).square().sum(-1)
+    width = chunk or max(1, ctx.n)
+    parts = -(-ctx.n // width)
+    before = (torch.arange(parts, device=mean.device) - (1 if chunk else 0)).clamp(min=0, max=mean.shape[1] - 1)
+    far = (_cut(_live(ctx), parts, width) - mean[:, before, None]).square_().sum(-1)
+    power = power[:, before, None]
     # nothing to compare with where all queries are one
-    return torch.where(power[:, at] > 0, (far / power[:, at].clamp(min=1e-30)).clamp(min=1e-12).log() / 2, 0.0)
+    reach = torch.where(power > 0, (far / power.clamp(min=1e-30)).clamp_(min=1e-12).log_() / 2, 0.0)
+    return reach.view(ctx.groups, -1)[:, : ctx.n].contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -75,3 +76,36 @@ def uniform(heads: Sequence[Sequence[Offer]], budget: float, loss: Loss = error_
         within = [o for o in offers if o.cost <= budget]
         found.append(min(within, key=loss) if within else min(offers, key=lambda o: o.cost))
     return found
+
+
+def price(heads: Sequence[Sequence[Offer]], budget: float, loss: Loss = error_loss) -> float:
+    """What the last unit of cost buys under `budget`."""
+    hulls = [hull(offers, loss) for offers in heads]
+    steps = sorted((_slope(a, b, loss), b.cost - a.cost) for h in hulls for a, b in zip(h, h[1:], strict=False))
+    cost = sum(h[0].cost for h in hulls)
+    for slope, more in steps:
+        cost += more
+        if cost > budget * len(hulls):
+            return -slope
+    return 0.0
+
+
+def few(layer: Sequence[Sequence[Offer]], kinds: int, loss: Loss, unit: float) -> list[list[Offer]]:
+    """The offers of at most `kinds` recipes, whatever their thresholds, for all heads of a layer: those with the same recipe share a
+    call. Recipes are added as long as they help, each the one that helps most where a unit of cost is worth `unit`."""
+    best: list[dict[Recipe, float]] = []
+    for offers in layer:
+        found: dict[Recipe, float] = {}
+        for o in offers:
+            found[kind(o)] = min(found.get(kind(o), float("inf")), loss(o) + unit * o.cost)
+        best.append(found)
+    taken: list[Recipe] = []
+    known = [k for k in best[0] if all(k in found for found in best)]
+    for _ in range(min(kinds, len(known))):
+        taken.append(min((k for k in known if k not in taken), key=lambda k: sum(min(found[t] for t in (*taken, k)) for found in best)))
+    return [[o for o in offers if kind(o) in taken] for offers in layer]
+
+
+def kind(offer: Offer) -> Recipe:
+    """The recipe without what each head has for itself."""
+    return dataclasses.replace(offer.recipe, gain=None if offer.recipe.gain is None else 0.0, budget=1.0)

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import require
 from .capture import MEMORY, Watcher, capture
-from .fit import check_objective, fit
+from .fit import KINDS, check_objective, fit
 from .plan import HeadPlan, LayerPlan, Plan
 from .sensitivity import Loss, probe
 
@@ -29,6 +29,7 @@ def calibrate(
     policy: str = "measured",
     objective: str | None = None,
     loss: Loss | None = None,
+    kinds: int = KINDS,
     seed: int = 0,
     memory: int = MEMORY,
     progress: bool = True,
@@ -41,6 +42,8 @@ def calibrate(
     objective what policy "measured" makes small: "model" (unless told, where a budget is given), the error of each head's matrix
              and what it does to the model's output, found by a backward pass a batch; "matrix", the error of the matrix alone
     loss     loss(output, batch), a scalar to measure that by, in place of the model's own output (sensitivity.py)
+    kinds    different recipes in a layer at most, under policy "measured": heads that share one are computed in one call, which is
+             faster; more fit a little closer
     memory   bytes that may be held of q, k and v; inputs beyond are left out, and the plan says how many
 
     A batch is a tensor, a tuple of positional arguments or a mapping of keyword ones. The model runs as it is, exactly.
@@ -61,7 +64,7 @@ def calibrate(
     require(captures, "model", "make an attention call that can be approximated", _why_not(watchers), "see scatterbrain.integrations")
     given: dict[str, Any] = {"budget": budget} if error is None else {"error": error}
     with bar(len(captures), "fitting", "layer", progress) as step:
-        fits = fit(captures, policy=policy, objective=objective, seed=seed, progress=lambda done, total, layer: step(), **given)
+        fits = fit(captures, policy=policy, objective=objective, kinds=kinds, seed=seed, progress=lambda done, total, layer: step(), **given)
     modules = dict(model.named_modules())
     layers = {name: _layer(type(modules[name]).__name__, watcher, fits.get(name)) for name, watcher in watchers.items()}
     about = _about(watchers) | {"objective": objective}

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import require
-from .allocate import Loss, Offer, allocate, uniform
+from ..errors import require, require_int
+from .allocate import Loss, Offer, allocate, error_loss, few, price, uniform
 from .measure import Capture, HeadFit, entries_of, error_of, look
 from .menu import SPENDINGS, menu, paper
 from .recipe import Recipe
@@ -19,6 +19,7 @@ POLICIES = ("measured", "paper", "default")
 LOOKED_AT = 512  # rows for entropy and masses
 MARGIN = 0.985  # of the budget: other inputs may spend a little more
 LADDER = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)  # menus among which the smallest budget for an error is sought
+KINDS = 3
 OBJECTIVES = ("model", "matrix")
 Progress = Callable[[int, int, str], None]
 
@@ -30,6 +31,7 @@ def fit(
     error: float | None = None,
     policy: str = "measured",
     objective: str = "matrix",
+    kinds: int = KINDS,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, list[HeadFit]]:
@@ -40,6 +42,7 @@ def fit(
               same budget for each, more low-rank where the entropy is high. "default": the library's default at the budget.
     objective the loss of policy "measured". "matrix": a head's error. "model": that and what it does to the model's output, each
               over the least total it can have; captures must hold their `pull`.
+    kinds     different recipes in a layer at most, under policy "measured": heads that share one share a call
     progress  `progress(done, all, layer)` is told of every layer done
 
     Cost: a few hundred sampled rows of every capture against all its keys, once a recipe; nothing N x N is held.
@@ -51,6 +54,7 @@ def fit(
     require(policy in POLICIES, "policy", f"be one of {', '.join(POLICIES)}", policy, "pick one of them")
     require(error is None or policy == "measured", "policy", "be 'measured' when an error is asked for", policy, "pass a budget instead")
     check_objective(objective, error, policy)
+    require_int(kinds, "kinds")
     require(len(captures) > 0, "captures", "hold a layer", "none", "run the model on some inputs first")
     looks, offers = {}, {}
     for done, (name, seen) in enumerate(captures.items()):
@@ -61,8 +65,7 @@ def fit(
         offers[name] = _offers(seen, budget, policy, looks[name])
         if progress is not None:
             progress(done + 1, len(captures), name)
-    heads = [head for layer in offers.values() for head in layer]
-    chosen = iter(_choose(heads, budget, error, policy, objective))
+    chosen = iter(_choose(list(offers.values()), budget, error, policy, objective, kinds))
     return {name: [_head(next(chosen), stats) for stats in looks[name]] for name in captures}
 
 
@@ -159,28 +162,41 @@ def _default(captures: Sequence[Capture], recipe: Recipe) -> list[list[Offer]]:
     return [[Offer(recipe, cost, error, spent, cost, error)] for cost, error, spent in torch.cat(rows, 1).mean(1).T.tolist()]
 
 
-def _choose(heads: list[list[Offer]], budget: float | None, error: float | None, policy: str, objective: str) -> list[Offer]:
+def _choose(layers: list[list[list[Offer]]], budget: float | None, error: float | None, policy: str, objective: str, kinds: int) -> list[Offer]:
+    heads = [head for layer in layers for head in layer]
     if policy == "default":
         return [head[0] for head in heads]
+    if policy == "paper":
+        assert budget is not None
+        return uniform(heads, budget * MARGIN)
     if budget is None:
         assert error is not None
-        target = error
-        for _ in range(4):  # until others, too, are within it
-            chosen = allocate(heads, error=target)
-            held = _held(chosen)[1]
-            if held <= error:
-                break
-            target *= 0.98 * error / held
-        return chosen
-    if policy == "paper":
-        return uniform(heads, budget * MARGIN)
+        return _least_budget(layers, error, kinds)
     loss, held_loss = _losses(heads, budget * MARGIN, objective)
+    heads = _few(layers, kinds, loss, budget * MARGIN)
     options = []
     for way in (lambda b: allocate(heads, budget=b, loss=loss), lambda b: uniform(heads, b, loss)):
         chosen = way(budget * MARGIN)
         spent = _held(chosen)[0]
         options.append(way(budget * MARGIN**2 * budget / spent) if spent > budget * MARGIN else chosen)
     return min(options, key=lambda chosen: sum(map(held_loss, chosen)))
+
+
+def _least_budget(layers: list[list[list[Offer]]], error: float, kinds: int) -> list[Offer]:
+    heads, target = [head for layer in layers for head in layer], error
+    heads = _few(layers, kinds, error_loss, sum(o.cost for o in allocate(heads, error=error)) / len(heads))
+    for _ in range(4):  # until others, too, are within it
+        chosen = allocate(heads, error=target)
+        held = _held(chosen)[1]
+        if held <= error:
+            break
+        target *= 0.98 * error / held
+    return chosen
+
+
+def _few(layers: list[list[list[Offer]]], kinds: int, loss: Loss, budget: float) -> list[list[Offer]]:
+    unit = price([head for layer in layers for head in layer], budget, loss)
+    return [head for layer in layers for head in few(layer, kinds, loss, unit)]
 
 
 def _losses(heads: list[list[Offer]], budget: float, objective: str) -> tuple[Loss, Loss]:

@@ -133,31 +133,28 @@ class Converted:
 
 
 def group_heads(methods: Sequence[Method]) -> list[tuple[list[int], Method]]:
-    """Heads that can share a call, in the order of their first, and its method: thresholds of routing may differ from head to head."""
-    groups: list[tuple[list[int], Method, list[float]]] = []
+    """Heads that can share a call, in the order of their first, and its method: routed by thresholds, each head may have its own."""
+    groups: list[tuple[list[int], Method, list[Routed]]] = []
     for head, method in enumerate(methods):
-        shared, gain = without_gain(method)
+        router = _router(method)
+        own = router is not None and isinstance(router.gain, float)
+        # `keys` only says what thresholds spend on the mean
+        shared = _with_router(method, dataclasses.replace(router, gain=0.0, keys=None)) if own else method  # type: ignore[type-var]
         group = next((group for group in groups if group[1] == shared), None)
         if group is None:
             groups.append(group := ([], shared, []))
         group[0].append(head)
-        group[2].append(gain)
-    return [(heads, with_gains(shared, gains)) for heads, shared, gains in groups]
+        group[2].extend([router] if own else [])  # type: ignore[list-item]
+    return [(heads, _joined(shared, routers)) for heads, shared, routers in groups]
 
 
-def without_gain(method: Method) -> tuple[Method, float]:
-    """The method with its routing's threshold at 0, and that threshold."""
-    router = _router(method)
-    if router is None or not isinstance(router.gain, float):
-        return method, 0.0
-    return _with_router(method, dataclasses.replace(router, gain=0.0)), router.gain
-
-
-def with_gains(method: Method, gains: Sequence[float]) -> Method:
-    router = _router(method)
-    if router is None or not isinstance(router.gain, float):
-        return method
-    return _with_router(method, dataclasses.replace(router, gain=gains[0] if len(set(gains)) == 1 else tuple(gains)))
+def _joined(shared: Method, routers: Sequence[Routed]) -> Method:
+    if not routers:
+        return shared
+    gains, keys = tuple(r.gain for r in routers), [r.keys for r in routers if r.keys is not None]
+    mean = round(sum(keys) / len(keys)) if keys else None
+    gain: Any = gains if len(set(gains)) > 1 else gains[0]
+    return _with_router(shared, dataclasses.replace(routers[0], gain=gain, keys=mean))
 
 
 def _router(method: Method) -> Routed | None:
