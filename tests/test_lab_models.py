@@ -142,8 +142,7 @@ def test_quality_measures_what_the_record_lacks(folder, corpus, tmp_path, monkey
 def test_errors_on_models_beside_the_oracles(folder, corpus, tmp_path, monkeypatch, capsys):
     as_carried(monkeypatch, folder)
     text = (folder / "corpus.txt").read_text()
-    for name in ("load", "calibration_inputs"):
-        monkeypatch.setattr(matrix, name, getattr(quality, name))
+    monkeypatch.setattr(matrix, "load", quality.load)
     monkeypatch.setattr(matrix, "held_out_inputs", lambda subject, count: (subject.windows([text[len(text) // 2 :]], 64, count), "other words"))
     out = tmp_path / "errors.json"
     methods = (matrix.OURS, "default", "SMYRF", "top-k (oracle)", matrix.SVD)

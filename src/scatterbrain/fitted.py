@@ -101,7 +101,7 @@ def _cut(x: Tensor, parts: int, width: int) -> Tensor:
     total = parts * width
     if total > x.shape[1]:  # padding by nothing would be a copy
         x = torch.nn.functional.pad(x, (0, 0, 0, total - x.shape[1]))
-    return x[:, :total].reshape(x.shape[0], parts, width, x.shape[2])
+    return x[:, :total].contiguous().view(x.shape[0], parts, width, x.shape[2])  # sums must not depend on strides
 
 
 def _live(ctx: Context) -> Tensor:
