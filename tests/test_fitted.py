@@ -1,12 +1,14 @@
 """Clusters as queries tell them apart: what defines them, and routing by a threshold."""
 
+import json
 import math
 
 import pytest
 import scatterbrain as sb
 import torch
-from scatterbrain.fitted import fitted_clusters
+from scatterbrain.fitted import fitted_chunks, fitted_clusters
 from scatterbrain.impl.reference import dense_low_rank
+from scatterbrain.names import from_dict
 from scatterbrain.problem import check_inputs, resolve
 from scatterbrain.selection import Buckets
 
@@ -116,3 +118,48 @@ def test_refuses_nonsense():
         sb.Routed(2, gain=-3.0)
     with pytest.raises(ValueError, match="gain"):
         sb.Routed(2, fit="queries", gain=float("nan"))
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch", *NATIVE])
+@pytest.mark.parametrize("causal", [False, True])
+def test_heads_with_their_own_gains_are_as_if_alone(causal, impl):
+    q, k, v = qkv(100, 100, heads=3, dtype=torch.float32)
+    gains = (-1.0, -4.0, -30.0)
+
+    def run(chosen, gain):
+        support = sb.Routed(3, clusters=6, chunk=32, per_chunk=4, fit="queries", gain=gain)
+        low = sb.ClusterMeans(6, chunk=32, per_chunk=4, inner=8, fit="queries")
+        return sb.attention(*(t[:, chosen] for t in (q, k, v)), is_causal=causal, support=support, low_rank=low, impl=impl)
+
+    together = run(slice(None), gains)
+    alone = torch.cat([run(slice(h, h + 1), gain) for h, gain in enumerate(gains)], 1)
+    assert torch.allclose(together, alone, atol=1e-5)
+    assert not torch.allclose(together, run(slice(None), gains[0]), atol=1e-3)
+
+
+def test_gains_are_one_a_head():
+    q, k, v = qkv(64, 64, heads=2)
+    support = sb.Routed(3, clusters=6, fit="queries", gain=(-1.0, -2.0, -3.0, -4.0))
+    with pytest.raises(ValueError, match="gain must hold one number for each of 2 heads; got 4"):
+        sb.attention(q, k, v, support=support, low_rank=None)  # though batch x heads is 4
+    for wrong in ((), (float("inf"), 1.0), "a", (-1.0, None)):
+        with pytest.raises(ValueError, match="gain must be a finite number, a tuple of one a head, or None"):
+            sb.Routed(3, fit="queries", gain=wrong)
+    assert from_dict(json.loads(support.to_json())) == support
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_reach_is_how_far_a_query_is_from_the_mean_one(causal):
+    """Of all queries, or of those of the chunk before; a masked query counts nowhere."""
+    q, k, v = qkv(90, 90, batch=1)
+    mask = torch.ones(1, 1, 1, 90, dtype=torch.bool)
+    mask[..., 70:] = False
+    p = check_inputs(q, k, v, mask, 0.0, causal, None, False)
+    ctx = p.context({}, None, False)
+    fitted = fitted_chunks(ctx, 32, 4, 4) if causal else fitted_clusters(ctx, 6, 4)
+    for row in (3, 40, 69):
+        chunk = max(0, row // 32 - 1)
+        among = (p.q[0] * p.scale)[32 * chunk : min(70, 32 * chunk + 32)] if causal else (p.q[0] * p.scale)[:70]
+        far = (p.q[0, row] * p.scale - among.mean(0)).norm()
+        usual = (among - among.mean(0)).square().sum(-1).mean().sqrt()
+        assert float(fitted.reach[0, row]) == pytest.approx(float(torch.log(far / usual)), abs=1e-6)

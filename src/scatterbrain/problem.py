@@ -105,7 +105,8 @@ class Problem:
         def make(name: str) -> Any:
             return lambda: getattr(self, name) if gradient else getattr(self, name).detach()
 
-        return Context(make("q"), make("k"), self.scale, self.causal, self.key_mask, memo, sizes=self.sizes, engine=engine, lazy=lazy, heads=self.query.shape[1])
+        more: dict[str, Any] = {"sizes": self.sizes, "heads": self.query.shape[1], "engine": engine, "lazy": lazy}
+        return Context(make("q"), make("k"), self.scale, self.causal, self.key_mask, memo, **more)
 
     def factors(self, method: Method, engine: Engine | None = None) -> tuple[tuple[Layer, ...], LowRank | None]:
         memo: dict[Any, Any] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -81,7 +82,7 @@ def uniform(heads: Sequence[Sequence[Offer]], budget: float, loss: Loss = error_
 def price(heads: Sequence[Sequence[Offer]], budget: float, loss: Loss = error_loss) -> float:
     """What the last unit of cost buys under `budget`."""
     hulls = [hull(offers, loss) for offers in heads]
-    steps = sorted((_slope(a, b, loss), b.cost - a.cost) for h in hulls for a, b in zip(h, h[1:], strict=False))
+    steps = sorted((_slope(a, b, loss), b.cost - a.cost) for h in hulls for a, b in itertools.pairwise(h))
     cost = sum(h[0].cost for h in hulls)
     for slope, more in steps:
         cost += more

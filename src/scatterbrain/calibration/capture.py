@@ -106,7 +106,8 @@ def capture(
     watchers = {name: Watcher(name, share, pool) for name in found}
     count = 0
     with watching(model, watchers, lambda name: Watcher(name, share, pool)), torch.no_grad():
-        for count, batch in enumerate(batches, 1):
+        for batch in batches:
+            count += 1
             if feel is None:
                 feed(model, batch)
             else:

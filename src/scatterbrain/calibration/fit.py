@@ -138,9 +138,10 @@ def _mean(per_group: list[Tensor], heads: int) -> Tensor:
 
 
 def _average(curves: list[Curve], heads: int) -> Curve:
-    share = [c.entries / c.visible[:, None] for c in curves]
     visible = _mean([c.visible[:, None] for c in curves], heads)[:, 0]
-    return Curve(curves[0].gain, _mean(share, heads) * visible[:, None], _mean([c.error for c in curves], heads), _mean([c.harm for c in curves], heads), _mean([c.mass for c in curves], heads), visible)
+    entries = _mean([c.entries / c.visible[:, None] for c in curves], heads) * visible[:, None]
+    error, harm, mass = (_mean([getattr(c, name) for c in curves], heads) for name in ("error", "harm", "mass"))
+    return Curve(curves[0].gain, entries, error, harm, mass, visible)
 
 
 def _collect(offers: list[list[Offer]], recipe: Recipe, gain: Tensor, decide: Curve, held: Curve) -> None:

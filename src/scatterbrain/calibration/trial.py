@@ -29,7 +29,8 @@ ROWS = 256
 
 @dataclass(frozen=True)
 class Curve:
-    """Of each head (G, L): thresholds, entries a row, error, harm to the output and mass on visited clusters; visible (G,): entries of exact attention."""
+    """Of each head (G, L): thresholds, entries a row, error, harm to the model's output and mass on visited clusters; visible (G,):
+    entries of exact attention."""
 
     gain: Tensor
     entries: Tensor
@@ -107,7 +108,8 @@ class Trial:
         at = means.node.clamp(min=0)[:, None].expand(-1, rows.numel(), -1)
         l_log = score.gather(2, at) + means.offset[:, None]
         if p.causal:
-            l_log = torch.where(key // means.chunk == rows[:, None] // means.chunk, ctx.remember(("inner", means.inner, rows.numel(), int(rows[0])), lambda: self._inner(p, ctx, q, means)), l_log)
+            near = ctx.remember(("inner", means.inner, rows.numel(), int(rows[0])), lambda: self._inner(p, ctx, q, means))
+            l_log = torch.where(key // means.chunk == rows[:, None] // means.chunk, near, l_log)
             l_log = torch.where(key // means.inner == rows[:, None] // means.inner, x.logits, l_log)
         low_w = l_log.masked_fill_(~seen, -torch.inf).sub_(x.top).exp_()
         self.visible, self.live = seen.sum(-1) * x.live, x.live

@@ -137,14 +137,15 @@ def group_heads(methods: Sequence[Method]) -> list[tuple[list[int], Method]]:
     groups: list[tuple[list[int], Method, list[Routed]]] = []
     for head, method in enumerate(methods):
         router = _router(method)
-        own = router is not None and isinstance(router.gain, float)
+        if router is not None and not isinstance(router.gain, float):
+            router = None
         # `keys` only says what thresholds spend on the mean
-        shared = _with_router(method, dataclasses.replace(router, gain=0.0, keys=None)) if own else method  # type: ignore[type-var]
+        shared = method if router is None else _with_router(method, dataclasses.replace(router, gain=0.0, keys=None))
         group = next((group for group in groups if group[1] == shared), None)
         if group is None:
             groups.append(group := ([], shared, []))
         group[0].append(head)
-        group[2].extend([router] if own else [])  # type: ignore[list-item]
+        group[2].extend(() if router is None else (router,))
     return [(heads, _joined(shared, routers)) for heads, shared, routers in groups]
 
 

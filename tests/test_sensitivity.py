@@ -1,0 +1,134 @@
+"""What a model makes of an error: the random scalars, the gradients that are kept, and the plan made with them."""
+
+import pytest
+import scatterbrain as sb
+import torch
+from scatterbrain.calibration.capture import capture
+from scatterbrain.calibration.sensitivity import main_tensor, probe
+from torch import nn
+
+from cases import normal
+
+
+class Logits:
+    def __init__(self, logits):
+        self.logits = logits
+
+
+class Toy(nn.Module):
+    """Attention between two linear maps; the second one's rows say how much each head matters."""
+
+    def __init__(self, weight=(1.0, 0.1), cut=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.num_heads = len(weight)
+        self.qkv = nn.Linear(16, 3 * 8 * len(weight))
+        self.out = nn.Linear(8 * len(weight), 16, bias=False)
+        with torch.no_grad():
+            self.out.weight *= torch.tensor(weight).repeat_interleave(8)
+        self.cut = cut
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, 8)).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(2 * q, 2 * k, v)
+        y = self.out(y.transpose(1, 2).flatten(2))
+        return {"length": torch.tensor(x.shape[1]), "states": y.detach() if self.cut else y}
+
+
+def batches(count=2, n=128):
+    return [(normal(2, n, 16, seed=s, dtype=torch.float32),) for s in range(count)]
+
+
+def test_signs_give_the_square_of_what_an_error_does_to_the_output():
+    """E (g.e)^2 = |J e|^2 / |y|^2, over many draws, for the Jacobian of a linear map."""
+    x, jacobian, error = normal(6, seed=1), normal(5, 6, seed=2), normal(6, seed=3)
+    generator, squares = torch.Generator().manual_seed(0), []
+    for _ in range(4000):
+        z = x.clone().requires_grad_()
+        y = jacobian @ z
+        (g,) = torch.autograd.grad(probe({"states": y}, generator), z)
+        squares.append(float(g @ error) ** 2)
+    true = float((jacobian @ error).square().sum() / (jacobian @ x).square().sum())
+    assert sum(squares) / 4000 == pytest.approx(true, rel=0.12)  # the spread of a square of signs: 4 standard errors and more
+
+
+def test_labels_give_the_divergence_that_an_error_causes():
+    """Half of E (g.e)^2 is the mean over rows of KL(p | p'), to second order."""
+    logits, error = normal(4, 7, seed=1), 0.05 * normal(4, 7, seed=2)
+    generator, total = torch.Generator().manual_seed(0), 0.0
+    for _ in range(4000):
+        z = logits.clone().requires_grad_()
+        (g,) = torch.autograd.grad(probe(Logits(z), generator), z)
+        total += float((g * error).sum(-1).square().sum())
+    before, after = (torch.log_softmax(t, -1) for t in (logits, logits + error))
+    true = float((before.exp() * (before - after)).sum(-1).mean())
+    assert total / 4000 / 2 == pytest.approx(true, rel=0.1)
+
+
+def test_the_output_is_the_first_tensor_of_numbers():
+    y = torch.ones(2)
+    assert main_tensor({"n": torch.tensor(3), "deep": (None, [y])}) is y and main_tensor("no") is None
+    with pytest.raises(ValueError, match="model must return a tensor, or an output that holds one; got str; pass objective='matrix', or a loss"):
+        probe("no", torch.Generator())
+
+
+def test_what_is_kept_is_the_gradient_of_the_heads_output():
+    """Against a gradient taken by hand, and nothing is left behind: no gradient, no graph, no frozen parameter."""
+    model = Toy().train()
+    seen = capture(model, batches(), feel=lambda output, batch: (output["states"] * batch[0]).sum())
+    kept = seen[""].kept
+    assert len(kept) == 4 and all(p.grad is None and p.requires_grad for p in model.parameters()) and model.training
+    for n, c in enumerate(kept):
+        x = batches()[n // 2][0][n % 2]
+        true = (x @ model.out.weight).view(128, 2, 8).transpose(0, 1)  # d (y.x) / d head
+        assert torch.allclose(c.pull[0].float(), true, rtol=2**-7, atol=1e-6)  # kept in bfloat16
+        assert not c.pull.requires_grad and not c.q.requires_grad
+
+
+def test_the_head_that_matters_gets_the_entries():
+    plans = {o: sb.calibrate(Toy(), batches(4), 1 / 8, objective=o, progress=False) for o in ("model", "matrix")}
+    spent = {o: [head.stats["budget"] for head in plan.layers[""].heads] for o, plan in plans.items()}
+    assert spent["model"][0] > spent["matrix"][0] and spent["model"][0] > spent["model"][1]
+    assert plans["model"].about["objective"] == "model" and plans["model"].about["harm"] > 0 and "harm" not in plans["matrix"].about
+    harm = [head.stats["harm"] for head in plans["model"].layers[""].heads]
+    assert plans["model"].about["harm"] == pytest.approx(sum(harm))
+    assert "objective: model" in plans["model"].summary()
+
+
+def test_harm_is_what_converting_does_to_the_output():
+    """Predicted from sampled rows and a random sign an output, against the output's relative squared error."""
+    model = Toy().eval()
+    plan = sb.calibrate(model, batches(8), 1 / 8, progress=False)
+    given = batches(8)
+    with torch.no_grad():
+        exact = [model(*b)["states"] for b in given]
+        sb.convert(model, plan)
+        found = [float((model(*b)["states"] - y).square().sum() / y.square().sum()) for b, y in zip(given, exact, strict=True)]
+    # the output is that of a batch of two, and harm that of one input among them
+    assert 2 * plan.about["harm"] == pytest.approx(sum(found) / 8, rel=0.3)
+
+
+def test_a_loss_of_ones_own_and_what_is_refused():
+    heard = []
+
+    def loss(output, batch):
+        heard.append(batch)
+        return output["states"][..., :4].square().mean()
+
+    plan = sb.calibrate(Toy(), batches(), 1 / 8, loss=loss, progress=False)
+    assert len(heard) == 2 and plan.about["harm"] > 0
+    with pytest.raises(ValueError, match="loss must come with objective='model'; got objective='matrix'"):
+        sb.calibrate(Toy(), batches(), 1 / 8, loss=loss, objective="matrix", progress=False)
+    with pytest.raises(ValueError, match="objective must be 'matrix' where an error is asked for"):
+        sb.calibrate(Toy(), batches(), error=0.1, objective="model", progress=False)
+    for model, more in ((Toy(cut=True), {}), (Toy(), {"loss": lambda output, batch: output["states"]})):
+        with pytest.raises(ValueError, match=r"model must give an output that has a gradient; got .*; pass objective='matrix'"):
+            sb.calibrate(model, batches(), 1 / 8, progress=False, **more)
+        assert all(p.requires_grad for p in model.parameters())
+    assert sb.calibrate(Toy(cut=True), batches(), 1 / 8, objective="matrix", progress=False).about["objective"] == "matrix"
+
+
+def test_inputs_beyond_the_memory_are_left_out_with_gradients_too():
+    size = 128 * 2 * 8 * (3 * 4 + 2)  # q, k and v in float32, the gradient in bfloat16
+    plan = sb.calibrate(Toy(), batches(3), 1 / 4, memory=2 * size, progress=False)
+    assert plan.about["inputs"] == 2 and plan.about["inputs left out for want of memory"] == 4
