@@ -238,3 +238,15 @@ def test_an_instruction_set_that_is_not_there(monkeypatch):
         sb.attention(q, k, v, impl="native-avx512", support=sb.Window(4))
     with pytest.raises(ValueError, match="impl must be one of"):
         sb.attention(q, k, v, impl="native-sse9", support=sb.Window(4))
+
+
+@pytest.mark.skipif(not NATIVE, reason="the native engine is not built")
+def test_another_versions_engine_is_refused_before_it_is_called(monkeypatch):
+    """Structs of another length would be read beyond their end."""
+    native.library.load.cache_clear()
+    monkeypatch.setattr(native.library, "_layout", lambda library: 0)
+    try:
+        with pytest.raises(RuntimeError, match=r"_engine_\w+.so must be built from the sources beside it; got another version's; build it again"):
+            sb.attention(*qkv(8, 8, dtype=torch.float32), support=sb.Window(4), low_rank=None)
+    finally:
+        native.library.load.cache_clear()

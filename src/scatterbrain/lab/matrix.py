@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..analysis.oracles import rank_for
+from ..analysis.oracles import rank_for, relative_error, truncated_svd
+from ..analysis.robust_pca import at_budget, robust_pca
 from ..calibration.capture import capture
 from ..calibration.evaluate import evaluate
 from ..calibration.measure import Capture
@@ -25,9 +26,9 @@ from .rivals import BOTH_WAYS, Named
 from .subjects import CARRIED, Subject, held_out_inputs, load
 
 FORMAT = 1
-SVD = "truncated SVD (oracle)"
-METHODS = (OURS, *BOTH_WAYS, SVD)
-DECOMPOSED = 24  # heads whose singular values are taken: an N^3 each
+SVD, RPCA = "truncated SVD (oracle)", "Robust PCA (oracle)"
+ORACLES = {SVD: 24, RPCA: 6}  # heads that are decomposed, evenly spread: an N^3 each, and many of them for Robust PCA
+METHODS = (OURS, *BOTH_WAYS, *ORACLES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +78,11 @@ def run(config: ErrorsConfig, command: str = "") -> Path:
 
 def one(config: ErrorsConfig, subject: Subject, budget: float, method: str, inputs: list[Any]) -> dict[str, Any]:
     """Mean matrix error over heads, that of the output, and the share of the entries that was spent."""
-    if method == SVD:
-        return {"error": svd_error(subject, budget, inputs), "output_error": None, "spent": budget, "note": f"of {DECOMPOSED} heads at most"}
+    if method in ORACLES:
+        heads = some_heads(subject, inputs, ORACLES[method])
+        errors = [decomposed(method, *head, budget) for head in heads]
+        error, output = (sum(e) / len(errors) for e in zip(*errors, strict=True))
+        return {"error": error, "output_error": output, "spent": budget, "note": f"of {len(errors)} heads"}
     if method == OURS:
         plan: Any = Ours(subject, budget, config.plans, seed=config.seed).plan()
         note = f"plan made on {plan.about['text']}"
@@ -90,23 +94,30 @@ def one(config: ErrorsConfig, subject: Subject, budget: float, method: str, inpu
     return {"error": report.error, "output_error": report.output_error, "spent": report.budget, "note": note}
 
 
-def svd_error(subject: Subject, budget: float, inputs: list[Any]) -> float:
-    """The best that features of any kind could do: one rank costs a number a query and a number a key."""
+def some_heads(subject: Subject, inputs: list[Any], count: int) -> list[tuple[Tensor, Tensor, bool]]:
+    """Softmax matrix and values of evenly spread heads, and whether it is causal."""
     kept = [c for watcher in capture(subject.part, inputs[:1]).values() for c in watcher.kept]
     pairs = [(c, head) for c in kept for head in range(c.heads)]
-    errors = [_svd(c, head, budget) for c, head in pairs[:: -(-len(pairs) // DECOMPOSED)]]
-    return sum(errors) / len(errors)
+    return [softmax_of(c, head) for c, head in pairs[:: -(-len(pairs) // count)]]
 
 
-def _svd(c: Capture, head: int, budget: float) -> float:
-    q, k = c.q[0, head].double(), c.k[0, head * c.k.shape[1] // c.heads].double()
-    n, m = q.shape[0], k.shape[0]
+def softmax_of(c: Capture, head: int) -> tuple[Tensor, Tensor, bool]:
+    shared = head * c.k.shape[1] // c.heads
+    q, k, v = c.q[0, head].double(), c.k[0, shared].double(), c.v[0, shared].double()
     logits = q @ k.mT * (q.shape[1] ** -0.5 if c.scale is None else c.scale)
     if c.causal:
-        logits = logits.masked_fill(torch.ones(n, m, dtype=torch.bool).tril().logical_not(), -torch.inf)
-    power: Tensor = torch.linalg.svdvals(torch.softmax(logits, -1)).square()
-    rank = rank_for(budget * (m / 2 if c.causal else m), (n, m))
-    return float((power[rank:].sum() / power.sum()).sqrt())
+        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).tril().logical_not(), -torch.inf)
+    return torch.softmax(logits, -1), v, c.causal
+
+
+def decomposed(method: str, matrix: Tensor, v: Tensor, causal: bool, budget: float) -> tuple[float, float]:
+    """Matrix and output error of the best of its rank, or of Robust PCA cut to the budget. One rank costs a number a query and one a key."""
+    entries = budget * matrix.shape[1] * (0.5 if causal else 1.0)
+    if method == SVD:
+        got = truncated_svd(matrix, rank_for(entries, matrix.shape))
+    else:
+        got = at_budget(robust_pca(matrix.float()), matrix.float(), entries).whole.to(matrix.dtype)
+    return float(relative_error(got, matrix)), float(relative_error(got @ v, matrix @ v))
 
 
 def save(path: Path, rows: list[dict[str, Any]], config: ErrorsConfig, command: str) -> None:

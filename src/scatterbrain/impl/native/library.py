@@ -88,6 +88,14 @@ def threads() -> int:
     return max(_own, torch.get_num_threads())
 
 
+def _layout(library: Any) -> int:
+    """How long its structs are; 0 of a build that does not tell."""
+    if not hasattr(library, "sb_layout"):
+        return 0
+    library.sb_layout.restype = c_int64
+    return int(library.sb_layout())
+
+
 @lru_cache
 def load(isa: str) -> Any:
     """The library for one instruction set, or None where it is not built or the processor lacks it."""
@@ -103,6 +111,8 @@ def load(isa: str) -> Any:
     library.sb_columns.argtypes = [POINTER(Call), c_void_p, *[c_int64] * 4, c_void_p, c_int64, c_int64, c_void_p]
     for name in ("sb_supported", "sb_forward", "sb_backward", "sb_routes", "sb_cluster", "sb_columns"):
         getattr(library, name).restype = c_int
+    if _layout(library) != ctypes.sizeof(Call) * 4096 + ctypes.sizeof(Layer):
+        raise RuntimeError(message(str(path), "be built from the sources beside it", "another version's", "build it again: pip install ."))
     return library if library.sb_supported() else None
 
 

@@ -52,6 +52,7 @@ struct SbCall {
 
 const char* sb_isa();
 int sb_supported();
+int64_t sb_layout();  // bytes of SbCall and SbLayer: whether this build and the Python beside it mean the same
 int sb_forward(const SbCall* call);
 int sb_backward(const SbCall* call);
 // The routes of a call's routed layer, as labels (G, N, top), -1 for none.

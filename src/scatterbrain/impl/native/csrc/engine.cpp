@@ -126,6 +126,10 @@ extern "C" {
 
 const char* sb_isa() { return sb::ISA; }
 
+int64_t sb_layout() {
+    return (int64_t)sizeof(SbCall) * 4096 + (int64_t)sizeof(SbLayer);
+}
+
 int sb_supported() {
 #if defined(__AVX512F__)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
