@@ -145,15 +145,15 @@ def test_errors_on_models_beside_the_oracles(folder, corpus, tmp_path, monkeypat
     monkeypatch.setattr(matrix, "load", quality.load)
     monkeypatch.setattr(matrix, "held_out_inputs", lambda subject, count: (subject.windows([text[len(text) // 2 :]], 64, count), "other words"))
     out = tmp_path / "errors.json"
-    methods = (matrix.OURS, "default", "SMYRF", "top-k (oracle)", matrix.SVD)
+    methods = (matrix.OURS, "default", "SMYRF", "top-k (oracle)", *matrix.ORACLES)
     config = matrix.ErrorsConfig(data=("minilm", "smollm2"), budgets=(1 / 4, 1 / 8), methods=methods, out=str(out))
     matrix.run(config)
     rows = {(row["model"], row["budget"], row["method"]): row for row in json.loads(out.read_text())["rows"]}
     assert len(rows) == 2 * 2 * len(methods)
     for model in ("minilm", "smollm2"):
-        for method in ("top-k (oracle)", matrix.SVD):
+        for method in ("top-k (oracle)", *matrix.ORACLES):
             wide, narrow = (rows[model, budget, method] for budget in (1 / 4, 1 / 8))
-            assert 0 <= wide["error"] < narrow["error"] and wide["spent"] > narrow["spent"]
+            assert 0 <= wide["error"] < narrow["error"] and wide["output_error"] < narrow["output_error"] and wide["spent"] > narrow["spent"]
         # random weights attend to all keys alike, which means hold and a few entries do not
         assert rows[model, 1 / 8, matrix.OURS]["error"] < 0.05 < rows[model, 1 / 8, "top-k (oracle)"]["error"]
     assert "not causal" in rows["smollm2", 1 / 8, "SMYRF"]["note"]

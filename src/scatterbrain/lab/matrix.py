@@ -85,7 +85,7 @@ def one(config: ErrorsConfig, subject: Subject, budget: float, method: str, inpu
         return {"error": error, "output_error": output, "spent": budget, "note": f"of {len(errors)} heads"}
     if method == OURS:
         plan: Any = Ours(subject, budget, config.plans, seed=config.seed).plan()
-        note = f"plan made on {plan.about['text']}"
+        note = f"plan made on {plan.about.get('text', 'inputs unknown')}"
     else:
         plan, note = Named(method, budget), ""
         if why := plan.refusal(subject.causal):
