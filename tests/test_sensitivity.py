@@ -132,3 +132,30 @@ def test_inputs_beyond_the_memory_are_left_out_with_gradients_too():
     size = 128 * 2 * 8 * (3 * 4 + 2)  # q, k and v in float32, the gradient in bfloat16
     plan = sb.calibrate(Toy(), batches(3), 1 / 4, memory=2 * size, progress=False)
     assert plan.about["inputs"] == 2 and plan.about["inputs left out for want of memory"] == 4
+
+
+@pytest.mark.parametrize("objective", ["matrix", "model"])
+def test_a_model_in_training_is_looked_at_and_converted_anew(objective):
+    """Watched exactly though it is converted, its mode and parameters left alone; what moved is logged; gradients reach it."""
+    model = sb.convert(Toy().train(), budget=1 / 4, impl="torch")
+    asked = []
+
+    def given():
+        asked.append(len(asked))
+        return batches(2)
+
+    adaptive = sb.Adaptive.on(model, given, 1 / 8, every=2, objective=objective)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(4):
+        model(*batches(1)[0])["states"].square().mean().backward()
+        assert all(p.grad is not None and p.requires_grad for p in model.parameters()) and model.training
+        optimiser.step()
+        optimiser.zero_grad()
+        adaptive.step()
+    assert [m.step for m in adaptive.log] == [1, 3] and asked == [0, 1]
+    assert adaptive.log[0].changed == 2 and adaptive.log[1].moved > 0  # other weights, other shares
+    assert 0.08 < adaptive.log[1].budget < 0.13  # two heads share it out in coarse steps
+    converted = model(*batches(1)[0])["states"]
+    handler = model.__dict__["_scatterbrain_conversion"].handlers[""]
+    assert handler.impl == "torch" and handler.recipes == tuple(head.recipe for head in adaptive.plan[""])
+    assert not torch.equal(sb.restore(model)(*batches(1)[0])["states"], converted)

@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 # Imported when first asked for: they look at other libraries' models, and the core does not.
 _LATER = {
+    "Adaptive": "calibration.adaptive",
     "Plan": "calibration.plan",
     "Recipe": "calibration.recipe",
     "calibrate": "calibration.calibrate",
@@ -38,6 +39,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "LSH",
+    "Adaptive",
     "ClusterMeans",
     "Clusters",
     "Columns",

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from ..errors import require, require_int
-from .fit import fit
+from ..integrations.convert import RECORD, as_it_was, convert, restore
+from .capture import capture
+from .fit import check_objective, fit
 from .measure import Capture, HeadFit
+from .plan import HeadPlan, LayerPlan
+from .plan import Plan as WholePlan
+from .sensitivity import probe
 
 Plan = dict[str, list[HeadFit]]
 
@@ -31,9 +39,10 @@ class Movement:
 
 
 class Adaptive:
-    """Call `step()` after every optimiser step. Every `every` of them, the first included, `watch()` must return captures of the
-    model as it is now, and `apply(plan)` gives the model its new recipes. A head keeps its recipe while its share would move by
-    less than `least`, so that a model in training is not disturbed for nothing."""
+    """Call `step()` after every optimiser step. Every `every` of them, the first included, it looks again; `log` says what moved.
+    `Adaptive.on(model, batches, budget)` watches a model and converts it. For anything else `watch()` must return captures of the
+    model as it is now (with their `pull` for objective="model"), and `apply(plan)` gives the model its new recipes. A head keeps its
+    recipe while its share would move by less than `least`, so that a model in training is not disturbed for nothing."""
 
     def __init__(
         self,
@@ -43,23 +52,61 @@ class Adaptive:
         *,
         every: int = 500,
         policy: str = "measured",
+        objective: str = "matrix",
         least: float = 0.0,
         seed: int = 0,
     ) -> None:
         require_int(every, "every")
         require(least >= 0, "least", "be at least 0", least, "pass a share of the entries, such as 0.01")
         self.watch, self.apply, self.budget = watch, apply, budget
-        self.every, self.policy, self.least, self.seed = every, policy, least, seed
+        check_objective(objective, None, policy)
+        self.every, self.policy, self.objective, self.least, self.seed = every, policy, objective, least, seed
         self.plan: Plan = {}
         self.log: list[Movement] = []
         self.steps = 0
+
+    @classmethod
+    def on(cls, model: nn.Module, batches: Iterable[Any] | Callable[[], Iterable[Any]], budget: float = 1 / 8, **more: Any) -> Adaptive:
+        """Look at a model on `batches` (or on what a function of that name gives each time), exactly and in its own mode, and convert
+        it by what was found, anew each time. `more` as for `Adaptive`; objective="model" costs a backward pass a batch."""
+        seed = more.get("seed", 0)
+        feel = None
+        if more.get("objective") == "model":
+            generator = torch.Generator().manual_seed(seed)
+
+            def feel(output: Any, batch: Any) -> Tensor:
+                return probe(output, generator)
+
+        kinds: dict[str, tuple[str, bool]] = {}
+
+        def watch() -> dict[str, list[Capture]]:
+            modules = dict(model.named_modules())
+            with as_it_was(model):
+                watchers = capture(model, batches() if callable(batches) else batches, feel=feel)
+            require(any(w.kept for w in watchers.values()), "model", "make an attention call that can be approximated", "none", "see calibrate")
+            kinds.update({name: (type(modules[name]).__name__, bool(w.kept) and w.kept[0].causal) for name, w in watchers.items()})
+            return {name: watcher.kept for name, watcher in watchers.items() if watcher.kept}
+
+        def apply(found: Plan) -> None:
+            layers = {
+                name: LayerPlan(kind=kind, heads=tuple(HeadPlan(recipe=fit.recipe) for fit in found.get(name, ())), causal=causal)
+                for name, (kind, causal) in kinds.items()
+            }
+            how: dict[str, Any] = {}
+            if RECORD in model.__dict__:  # as it was converted before
+                one = next(iter(model.__dict__[RECORD].handlers.values()))
+                how = {"fallback": one.fallback, "impl": one.impl}
+                restore(model)
+            convert(model, WholePlan(model=type(model).__name__, layers=layers, budget=budget), **how)
+
+        return cls(watch, apply, budget, **more)
 
     def step(self) -> Movement | None:
         """What moved, where this step looked."""
         self.steps += 1
         if (self.steps - 1) % self.every:
             return None
-        found = fit(self.watch(), self.budget, policy=self.policy, seed=self.seed)
+        found = fit(self.watch(), self.budget, policy=self.policy, objective=self.objective, seed=self.seed)
         plan = {name: [self._keep(name, n, head) for n, head in enumerate(heads)] for name, heads in found.items()}
         self.log.append(self._movement(plan))
         self.plan = plan

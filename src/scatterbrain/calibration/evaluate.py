@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..explain import explain
 from ..functional import attention
 from ..integrations.call import Call
-from ..integrations.convert import RECORD, PlanLike, attach, detach, layers_of, recipes_for
+from ..integrations.convert import PlanLike, as_it_was, layers_of, recipes_for
 from ..integrations.heads import Converted, Method, pick_heads
 from .calibrate import bar
 from .capture import feed, watching
@@ -137,19 +137,14 @@ def evaluate(model: nn.Module, plan: PlanLike = None, batches: Iterable[Any] = (
     plan      a Plan, its file or a Recipe; None takes what a converted model was converted with
     batches   as in `calibrate`, and better not the same: a plan is fitted to what it was made with
     """
-    record = model.__dict__.pop(RECORD, None)
-    if record is not None:
-        detach(model, record.changed)
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()  # dropout is no error of the method's
-        return _evaluate(model, record.handlers if plan is None and record is not None else plan, batches, seed, progress)
+        with as_it_was(model) as record:
+            return _evaluate(model, record.handlers if plan is None and record is not None else plan, batches, seed, progress)
     finally:
         for module, mode in modes:
             module.training = mode
-        if record is not None:
-            record.changed = attach(model, dict(record.handlers))
-            model.__dict__[RECORD] = record
 
 
 def _evaluate(model: nn.Module, plan: Any, batches: Iterable[Any], seed: int, progress: bool) -> Report:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,20 @@ def restore(model: nn.Module) -> nn.Module:
     require(record is not None, "model", "be converted", type(model).__name__, "call sb.convert(model, ...) first")
     detach(model, record.changed)
     return model
+
+
+@contextmanager
+def as_it_was(model: nn.Module) -> Iterator[Conversion | None]:
+    """A block in which a converted model computes its own attention; gives what it was converted with, None where it was not."""
+    record = model.__dict__.pop(RECORD, None)
+    if record is not None:
+        detach(model, record.changed)
+    try:
+        yield record
+    finally:
+        if record is not None:
+            record.changed = attach(model, dict(record.handlers))
+            model.__dict__[RECORD] = record
 
 
 def calls(model: nn.Module) -> dict[str, dict[str, int]]:
