@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import time
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +17,12 @@ from ..calibration.evaluate import evaluate
 from ..calibration.measure import Capture
 from ..calibration.plan import aligned
 from ..errors import require
-from . import machine
-from .quality import OURS, Ours, here
+from .quality import OURS, Ours
 from .rivals import BOTH_WAYS, Named
+from .rows import Rows, check_common, in_unit
 from .subjects import CARRIED, Subject, held_out_inputs, load
 
-FORMAT = 1
+KIND = "scatterbrain-errors"
 SVD, RPCA = "truncated SVD (oracle)", "Robust PCA (oracle)"
 ORACLES = {SVD: 24, RPCA: 6}  # heads that are decomposed, evenly spread: an N^3 each, and many of them for Robust PCA
 METHODS = (OURS, *BOTH_WAYS, *ORACLES)
@@ -46,20 +43,15 @@ class ErrorsConfig:
     fresh: bool = False
 
     def __post_init__(self) -> None:
-        require(set(self.data) <= set(CARRIED) and self.data, "data", f"name some of {', '.join(CARRIED)}", self.data, "pick among them")
-        require(set(self.methods) <= set(METHODS) and self.methods, "methods", f"name some of {', '.join(METHODS)}", self.methods, "pick among them")
-        require(all(0 < b <= 1 for b in self.budgets), "budgets", "lie in (0, 1]", self.budgets, "pass shares of the entries, such as 1/8")
+        check_common(self.data, self.methods, METHODS)
+        require(all(map(in_unit, self.budgets)), "budgets", "lie in (0, 1]", self.budgets, "pass shares of the entries, such as 1/8")
 
 
 def run(config: ErrorsConfig, command: str = "") -> Path:
     """Measure what the record lacks, print a table a model; returns where the record is."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    path = Path(config.out)
-    rows: list[dict[str, Any]] = [] if config.fresh or not path.exists() else json.loads(path.read_text(encoding="utf-8"))["rows"]
+    rows = Rows.open(KIND, ("model", "budget", "method"), config, command)
     for name in config.data:
-        done = {(row["budget"], row["method"]) for row in rows if row["model"] == name}
-        todo = [(b, m) for b in config.budgets for m in config.methods if (b, m) not in done]
+        todo = [(b, m) for b in config.budgets for m in config.methods if not rows.find(model=name, budget=b, method=m)]
         if not todo:
             continue
         subject = load(name)
@@ -68,12 +60,11 @@ def run(config: ErrorsConfig, command: str = "") -> Path:
             start = time.perf_counter()
             found = one(config, subject, budget, method, inputs[: config.inputs])
             print(f"{name} at {budget:g}: {method} {found.get('error', found['note'])}", flush=True)
-            row = {"model": name, "budget": budget, "method": method, "inputs": about, "machine": here(), **found}
-            rows.append({**row, "seconds": time.perf_counter() - start})
-            save(path, rows, config, command)
-    print("\n\n".join(table(rows, name) for name in config.data))
-    print(f"\nrecord  {path}")
-    return path
+            row = {"model": name, "budget": budget, "method": method, "inputs": about, **found}
+            rows.put({**row, "seconds": time.perf_counter() - start})
+    print("\n\n".join(table(rows.rows, name) for name in config.data))
+    print(f"\nrecord  {config.out}")
+    return rows.path
 
 
 def one(config: ErrorsConfig, subject: Subject, budget: float, method: str, inputs: list[Any]) -> dict[str, Any]:
@@ -118,22 +109,6 @@ def decomposed(method: str, matrix: Tensor, v: Tensor, causal: bool, budget: flo
     else:
         got = at_budget(robust_pca(matrix.float()), matrix.float(), entries).whole.to(matrix.dtype)
     return float(relative_error(got, matrix)), float(relative_error(got @ v, matrix @ v))
-
-
-def save(path: Path, rows: list[dict[str, Any]], config: ErrorsConfig, command: str) -> None:
-    header = {
-        "type": "scatterbrain-errors",
-        "version": FORMAT,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": command,
-        "config": dataclasses.asdict(config),
-        "versions": machine.versions(("torch", "transformers", "openai-whisper")),
-        "hardware": machine.hardware(),
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
 
 
 def table(rows: list[dict[str, Any]], model: str) -> str:

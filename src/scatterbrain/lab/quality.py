@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,14 +15,14 @@ from ..calibration.calibrate import calibrate
 from ..calibration.plan import Plan, aligned
 from ..errors import require
 from ..integrations.convert import convert, restore
-from . import machine
 from .extras import need
 from .models import cache_folder
 from .rivals import BOTH_WAYS, Named
+from .rows import Rows, check_common, in_unit
 from .subjects import CARRIED, Subject, calibration_inputs, load
 from .tasks import TASKS, Task
 
-FORMAT = 1
+KIND = "scatterbrain-quality"
 EXACT, OURS = "exact", "ours (calibrated)"
 METHODS = (EXACT, OURS, *BOTH_WAYS)
 SHOWN = {
@@ -52,61 +50,24 @@ class QualityConfig:
     fresh: bool = False
 
     def __post_init__(self) -> None:
-        require(set(self.data) <= set(CARRIED) and self.data, "data", f"name some of {', '.join(CARRIED)}", self.data, "pick among them")
-        require(set(self.methods) <= set(METHODS) and self.methods, "methods", f"name some of {', '.join(METHODS)}", self.methods, "pick among them")
-        require(0 < self.budget <= 1, "budget", "lie in (0, 1]", self.budget, "pass the share of entries to spend, such as 1/8")
+        check_common(self.data, self.methods, METHODS)
+        require(in_unit(self.budget), "budget", "lie in (0, 1]", self.budget, "pass the share of entries to spend, such as 1/8")
         known = {task for tasks in TASKS.values() for task in tasks}
         require(set(self.tasks or ()) <= known, "tasks", f"name some of {', '.join(sorted(known))}", self.tasks, "pick among them")
-
-
-@dataclass
-class Rows:
-    """The record: rows by model, budget, method and task, on disk after each."""
-
-    path: Path
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    def find(self, **key: Any) -> dict[str, Any] | None:
-        return next((row for row in self.rows if all(row[name] == value for name, value in key.items())), None)
-
-    def put(self, row: dict[str, Any], header: dict[str, Any]) -> None:
-        same = {name: row[name] for name in ("model", "budget", "method", "task")}
-        self.rows = [old for old in self.rows if old is not self.find(**same)] + [row]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps({**header, "rows": self.rows}, indent=1) + "\n", encoding="utf-8")
-        part.replace(self.path)
 
 
 def run(config: QualityConfig, command: str = "") -> Path:
     """Measure what the record lacks, print the tables; returns where the record is."""
     need("tqdm", "bench")
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    rows = Rows(Path(config.out), [] if config.fresh else read(Path(config.out)))
-    header = describe(config, command)
+    rows = Rows.open(KIND, ("model", "budget", "method", "task"), config, command)
     for name in config.data:
-        measure(config, name, rows, header)
+        measure(config, name, rows)
     print("\n\n".join(table(rows.rows, name, config.budget) for name in config.data))
     print(f"\nrecord  {config.out}")
     return rows.path
 
 
-def here() -> str:
-    """Seconds are of this machine; a record may go on on another."""
-    return f"{machine.processor()}, {torch.get_num_threads()} threads"
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    found = json.loads(path.read_text(encoding="utf-8"))
-    ours = found.get("type") == "scatterbrain-quality" and found.get("version") == FORMAT
-    require(ours, str(path), f"be a quality record of version {FORMAT}", "something else", "pass another --out, or --fresh")
-    return found["rows"]
-
-
-def measure(config: QualityConfig, name: str, rows: Rows, header: dict[str, Any]) -> None:
+def measure(config: QualityConfig, name: str, rows: Rows) -> None:
     wanted = [task for task in TASKS[name] if config.tasks is None or task in config.tasks]
     open_rows = [(m, t) for t in wanted for m in config.methods if not rows.find(model=name, budget=config.budget, method=m, task=t)]
     if not open_rows:
@@ -122,8 +83,8 @@ def measure(config: QualityConfig, name: str, rows: Rows, header: dict[str, Any]
         for method in [*([] if known else [EXACT]), *(method for method in todo if method != EXACT)]:
             print(f"{subject.title}, {task_name}: {method}", flush=True)
             row = one(config, subject, method, task, ours)
-            about = {"model": name, "budget": config.budget, "method": method, "task": task_name, "inputs": task.about, "machine": here()}
-            rows.put({**about, **row}, header)
+            about = {"model": name, "budget": config.budget, "method": method, "task": task_name, "inputs": task.about}
+            rows.put({**about, **row})
             if method == EXACT:
                 torch.save({"about": task.about, "seconds": task.seconds, "exact": task.exact}, said_by_exact(name, task_name))
 
@@ -185,18 +146,6 @@ def one(config: QualityConfig, subject: Subject, method: str, task: Task, ours: 
     finally:
         restore(subject.part)
     return {"result": found, "seconds": seconds, "note": ""}
-
-
-def describe(config: QualityConfig, command: str) -> dict[str, Any]:
-    return {
-        "type": "scatterbrain-quality",
-        "version": FORMAT,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": command,
-        "config": dataclasses.asdict(config),
-        "versions": machine.versions(("torch", "transformers", "openai-whisper")),
-        "hardware": machine.hardware(),
-    }
 
 
 def table(rows: list[dict[str, Any]], model: str, budget: float) -> str:
