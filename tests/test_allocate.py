@@ -1,6 +1,7 @@
 """Which offer each head takes; what is tried of a recipe; looking again during training."""
 
 import dataclasses
+import math
 
 import pytest
 import scatterbrain as sb
@@ -145,6 +146,37 @@ def test_objectives_that_do_not_fit_are_refused():
             fit(layers, objective="model", **more)
     with pytest.raises(ValueError, match="objective must be one of 'model', 'matrix'; got speed"):
         fit(layers, 1 / 8, objective="speed")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_menu_can_be_run_at_any_length_and_budget(causal):
+    for length in (1, 7, 64, 300, 512, 1024, 4096):
+        for budget in (1 / 256, 1 / 64, 1 / 40, 1 / 8, 1 / 2, 1.0):
+            for recipe in menu(budget, length, causal):
+                assert set(recipe.method(length, causal)) == {"support", "low_rank"}
+                assert recipe.method(4 * length, causal)
+
+
+def test_other_rows_of_one_capture_are_other_rows():
+    """Held-out rows of a single capture begin where the others do, and share nothing else with them."""
+    c = capture(300, causal=True)
+    recipe = menu(1 / 4, 300, True)[0]
+    rows, memo = [sample_rows(c, 256, shift=s) for s in (0.25, 0.75)], {}
+    assert int(rows[0][0]) == int(rows[1][0]) and not torch.equal(*rows)
+    gain = torch.full((2, 1), -5.0)
+    shared = [Trial(c, recipe.method(300, True), r, memo).curve(gain).error for r in rows]
+    assert torch.equal(shared[1], Trial(c, recipe.method(300, True), rows[1]).curve(gain).error)
+
+
+def test_a_pull_has_the_outputs_shape():
+    c = capture(32)
+    with pytest.raises(ValueError, match=r"pull must have the output's shape \(1, 2, 32, 8\); got torch.Size\(\[1, 32, 2, 8\]\)"):
+        dataclasses.replace(c, pull=torch.zeros(1, 32, 2, 8))
+
+
+def test_harm_is_told_only_where_it_was_looked_for():
+    found = fit({"a": [capture(128), capture(128, seed=7)]}, 1 / 8)["a"]
+    assert all(math.isnan(h.harm) and 0 <= h.cluster_mass <= 1 for h in found)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -8,6 +8,7 @@ import scatterbrain as sb
 import torch
 from scatterbrain.calibration import capture, evaluate
 from scatterbrain.calibration.plan import HeadPlan, LayerPlan, Plan, head_count
+from scatterbrain.integrations.heads import group_heads
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
@@ -157,6 +158,18 @@ def test_heads_with_their_own_recipes_are_each_computed_by_them(bert):
                 alone = [t[:, h : h + 1] for t, h in ((q, head), (k, head // 2), (v, head // 2))]
                 expected = sb.attention(*alone, keys, is_causal=causal, **recipe.method(80, causal))
                 torch.testing.assert_close(got[:, head : head + 1], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_heads_that_differ_in_a_threshold_share_a_call():
+    gains = (-3.0, -5.0, -5.0)
+    methods = [sb.Recipe(budget=0.1 + 0.01 * n, means=0.1, window=0.1, gain=g, length=64).method(64, False) for n, g in enumerate(gains)]
+    other = sb.Recipe.default(1 / 4).method(64, False)
+    (heads, joined), (rest, alone) = group_heads([methods[0], other, *methods[1:]])
+    assert heads == [0, 2, 3] and rest == [1] and alone == other
+    routed = next(part for part in joined["support"].parts if isinstance(part, sb.Routed))
+    assert routed.gain == gains and joined["low_rank"] == methods[0]["low_rank"]
+    two = {"support": sb.Routed(2, clusters=8, fit="queries", gain=-3.0) | sb.Routed(4, clusters=16), "low_rank": None}
+    assert group_heads([two, two]) == [([0, 1], two)]  # as it was asked for
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import require, require_int
 from ..integrations.convert import RECORD, as_it_was, convert, restore
@@ -17,7 +17,7 @@ from .fit import check_objective, fit
 from .measure import Capture, HeadFit
 from .plan import HeadPlan, LayerPlan
 from .plan import Plan as WholePlan
-from .sensitivity import probe
+from .sensitivity import padding_of, probe
 
 Plan = dict[str, list[HeadFit]]
 
@@ -69,14 +69,8 @@ class Adaptive:
     def on(cls, model: nn.Module, batches: Iterable[Any] | Callable[[], Iterable[Any]], budget: float = 1 / 8, **more: Any) -> Adaptive:
         """Look at a model on `batches` (or on what a function of that name gives each time), exactly and in its own mode, and convert
         it by what was found, anew each time. `more` as for `Adaptive`; objective="model" costs a backward pass a batch."""
-        seed = more.get("seed", 0)
-        feel = None
-        if more.get("objective") == "model":
-            generator = torch.Generator().manual_seed(seed)
-
-            def feel(output: Any, batch: Any) -> Tensor:
-                return probe(output, generator)
-
+        generator = torch.Generator().manual_seed(more.get("seed", 0))
+        feel = (lambda output, batch: probe(output, generator, padding_of(batch))) if more.get("objective") == "model" else None
         kinds: dict[str, tuple[str, bool]] = {}
 
         def watch() -> dict[str, list[Capture]]:
@@ -117,7 +111,7 @@ class Adaptive:
         old = self._old(layer, head)
         if old is None or abs(old.budget - new.budget) >= self.least:
             return new
-        return dataclasses.replace(new, recipe=old.recipe, budget=old.budget, entries=old.entries)
+        return old  # with what was measured of it then
 
     def _old(self, layer: str, head: int) -> HeadFit | None:
         heads = self.plan.get(layer, [])

@@ -93,7 +93,7 @@ def price(heads: Sequence[Sequence[Offer]], budget: float, loss: Loss = error_lo
 
 def few(layer: Sequence[Sequence[Offer]], kinds: int, loss: Loss, unit: float) -> list[list[Offer]]:
     """The offers of at most `kinds` recipes, whatever their thresholds, for all heads of a layer: those with the same recipe share a
-    call. Recipes are added as long as they help, each the one that helps most where a unit of cost is worth `unit`."""
+    call. Recipes are added one by one, each the one that helps most where a unit of cost is worth `unit`."""
     best: list[dict[Recipe, float]] = []
     for offers in layer:
         found: dict[Recipe, float] = {}

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from ..errors import require
+from ..integrations.convert import as_it_was
 from .capture import MEMORY, Watcher, capture
 from .fit import KINDS, check_objective, fit
 from .plan import HeadPlan, LayerPlan, Plan
-from .sensitivity import Loss, probe
+from .sensitivity import Loss, padding_of, probe
 
 NOT_CALLED = "not called during calibration"
 
@@ -44,7 +45,7 @@ def calibrate(
     loss     loss(output, batch), a scalar to measure that by, in place of the model's own output (sensitivity.py)
     kinds    different recipes in a layer at most, under policy "measured": heads that share one are computed in one call, which is
              faster; more fit a little closer
-    memory   bytes that may be held of q, k and v; inputs beyond are left out, and the plan says how many
+    memory   bytes that may be held of q, k and v (and of gradients); inputs beyond are left out, and the plan says how many
 
     A batch is a tensor, a tuple of positional arguments or a mapping of keyword ones. The model runs as it is, exactly.
     """
@@ -57,8 +58,8 @@ def calibrate(
     require(loss is None or objective == "model", "loss", "come with objective='model'", f"objective={objective!r}", "leave it out")
     batches = batches if hasattr(batches, "__len__") else list(batches)
     generator = torch.Generator().manual_seed(seed)
-    feel = None if objective == "matrix" else loss or (lambda output, batch: probe(output, generator))
-    with bar(len(batches), "watching", "batch", progress) as step:  # type: ignore[arg-type]
+    feel = None if objective == "matrix" else loss or (lambda output, batch: probe(output, generator, padding_of(batch)))
+    with bar(len(batches), "watching", "batch", progress) as step, as_it_was(model):  # type: ignore[arg-type]
         watchers = capture(model, batches, memory, step, feel)
     captures = {name: watcher.kept for name, watcher in watchers.items() if watcher.kept}
     require(captures, "model", "make an attention call that can be approximated", _why_not(watchers), "see scatterbrain.integrations")

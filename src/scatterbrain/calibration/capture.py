@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import require
+from ..errors import message, require
 from ..integrations import huggingface
 from ..integrations.call import Call
 from ..integrations.convert import attach, detach, layers_of
@@ -25,6 +25,7 @@ from ..integrations.sdpa import SdpaMode, callers
 from .measure import Capture
 
 MEMORY = 2**31
+NO_GRADIENT = "pass objective='matrix', which needs no gradient"
 
 
 @dataclass
@@ -65,6 +66,8 @@ class Watcher:
         """Give what was kept the gradients of its outputs, by the id of their zeros."""
         for zero, item, place in self.waiting:
             pull = gradient[id(zero)][item : item + 1].to("cpu", torch.bfloat16, copy=True)
+            finite = bool(torch.isfinite(pull).all())
+            require(finite, f"gradient at layer {self.name!r}", "be finite", "NaN or infinity", f"calibrate in float32, or {NO_GRADIENT}")
             self.kept[place] = dataclasses.replace(self.kept[place], pull=pull)
         self.waiting.clear()
 
@@ -105,7 +108,7 @@ def capture(
     pool = Pool(memory)
     watchers = {name: Watcher(name, share, pool) for name in found}
     count = 0
-    with watching(model, watchers, lambda name: Watcher(name, share, pool)), torch.no_grad():
+    with watching(model, watchers, lambda name: Watcher(name, share, pool, feels=feel is not None)), torch.no_grad():
         for batch in batches:
             count += 1
             if feel is None:
@@ -113,32 +116,50 @@ def capture(
             else:
                 _feel(model, batch, watchers, feel)
             tick()
+    felt = feel is None or any(bool(c.pull.any()) for w in watchers.values() for c in w.kept if c.pull is not None)
+    require(felt or not any(w.kept for w in watchers.values()), "model", "feel its attention", "gradients that are all zero", NO_GRADIENT)
     require(count, "batches", "hold at least one batch", "none", "pass a list of inputs; an iterator can be used up")
     return watchers
 
 
 def _feel(model: nn.Module, batch: Any, watchers: dict[str, Watcher], feel: Callable[[Any, Any], Tensor]) -> None:
+    """The gradient of a scalar of the output by what each head gave. Parameters are held, so that only what lies after an attention
+    output is differentiated; gradient checkpointing is off meanwhile, since it would run the watchers again."""
     learning = [p for p in model.parameters() if p.requires_grad]
+    saving = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
     try:
-        for p in learning:  # only what lies after an attention output is differentiated
+        for p in learning:
             p.requires_grad_(False)
+        for module in saving:
+            setattr(module, "gradient_checkpointing", False)  # noqa: B010
         for watcher in watchers.values():
             watcher.feels = True
         with torch.enable_grad():
-            scalar = feel(feed(model, batch), batch)
-            able = isinstance(scalar, Tensor) and scalar.numel() == 1 and scalar.requires_grad
-            remedy = "pass objective='matrix', which needs no gradient, or a loss that gives a scalar"
-            require(able, "model", "give an output that has a gradient", getattr(scalar, "grad_fn", type(scalar).__name__), remedy)
+            output = feed(model, batch)
             zeros = {id(zero): zero for watcher in watchers.values() for zero, _, _ in watcher.waiting}
-            found = torch.autograd.grad(scalar, list(zeros.values()), allow_unused=True) if zeros else ()
+            for watcher in watchers.values():
+                watcher.feels = False
+            found = _gradients(feel(output, batch), list(zeros.values())) if zeros else ()
+    except RuntimeError as error:
+        said = str(error).strip().splitlines()[0]
+        raise ValueError(message("model", "be one that a gradient can be taken of", said, NO_GRADIENT)) from error
     finally:
         for p in learning:
             p.requires_grad_(True)
+        for module in saving:
+            setattr(module, "gradient_checkpointing", True)  # noqa: B010
         for watcher in watchers.values():
             watcher.feels = False
     gradient = {name: torch.zeros_like(zero) if g is None else g for (name, zero), g in zip(zeros.items(), found, strict=True)}
     for watcher in watchers.values():
         watcher.feel(gradient)
+
+
+def _gradients(scalar: Any, zeros: list[Tensor]) -> tuple[Tensor | None, ...]:
+    one = isinstance(scalar, Tensor) and scalar.numel() == 1
+    require(one, "loss", "be a scalar", tuple(scalar.shape) if isinstance(scalar, Tensor) else type(scalar).__name__, "sum it, or take its mean")
+    require(scalar.requires_grad, "model", "give an output that has a gradient", "one without", NO_GRADIENT)
+    return torch.autograd.grad(scalar, zeros, allow_unused=True)
 
 
 def watching(model: nn.Module, watchers: dict[str, Any], more: Callable[[str], Watcher] | None = None) -> ExitStack:

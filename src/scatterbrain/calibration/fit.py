@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -66,7 +67,8 @@ def fit(
         if progress is not None:
             progress(done + 1, len(captures), name)
     chosen = iter(_choose(list(offers.values()), budget, error, policy, objective, kinds))
-    return {name: [_head(next(chosen), stats) for stats in looks[name]] for name in captures}
+    felt = policy == "measured" and objective == "model"
+    return {name: [_head(next(chosen), stats, felt) for stats in looks[name]] for name in captures}
 
 
 def check_objective(objective: str, error: float | None, policy: str) -> None:
@@ -76,9 +78,9 @@ def check_objective(objective: str, error: float | None, policy: str) -> None:
     require(plain, "objective", rule, objective, "leave it out")
 
 
-def _head(offer: Offer, stats: dict[str, float]) -> HeadFit:
+def _head(offer: Offer, stats: dict[str, float], felt: bool) -> HeadFit:
     spent = {"entries": offer.entries, "budget": offer.held_cost, "cluster_mass": offer.mass}
-    return HeadFit(recipe=offer.recipe, error=offer.held_error, harm=offer.held_harm, **spent, **stats)
+    return HeadFit(recipe=offer.recipe, error=offer.held_error, harm=offer.held_harm if felt else math.nan, **spent, **stats)
 
 
 def _looks(captures: Sequence[Capture], seed: int) -> list[dict[str, float]]:

@@ -24,7 +24,7 @@ PROBES = 64
 class Capture:
     """One call of attention: q (B, H, N, D), k and v (B, H', M, D), key_mask as attn_mask takes it or None.
 
-    `pull` (B, H, N, D), where given, says what the model makes of an error of the output: sensitivity.py.
+    `pull` (B, H, N, E), as wide as the values, where given, says what the model makes of an error of the output: sensitivity.py.
     """
 
     q: Tensor
@@ -40,6 +40,10 @@ class Capture:
             t = getattr(self, name)
             ok = isinstance(t, Tensor) and t.dim() == 4
             require(ok, name, "be a (batch, heads, length, width) tensor", getattr(t, "shape", type(t)), "pass what attention is given")
+        if self.pull is not None:
+            shape = (*self.q.shape[:3], self.v.shape[3])
+            fits = isinstance(self.pull, Tensor) and tuple(self.pull.shape) == shape
+            require(fits, "pull", f"have the output's shape {shape}", getattr(self.pull, "shape", type(self.pull)), "pass the gradient of the output")
 
     @property
     def heads(self) -> int:

@@ -62,7 +62,7 @@ def _causal(budget: float, length: int) -> list[Recipe]:
     for share, columns, window, chunk in CAUSAL:
         while chunk > max(8, length // 4):
             chunk //= 2
-        inner = inner_of(budget, length, chunk) * (2 if share < 1 / 8 and chunk > 64 else 1)
+        inner = min(chunk, inner_of(budget, length, chunk) * (2 if share < 1 / 8 and chunk > 64 else 1))
         per_chunk = min(max(1, round(share * budget * chunk)), max(1, chunk // 2))
         shares: dict[str, Any] = {"columns": min(1.0, budget * columns), "window": min(1.0, budget * window), "means": min(1.0, per_chunk / chunk)}
         found.append(Recipe(budget=budget, gain=0.0, length=length, chunk=chunk, per_chunk=per_chunk, inner=inner, **shares))

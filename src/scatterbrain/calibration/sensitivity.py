@@ -22,28 +22,42 @@ Loss = Callable[[Any, Any], Tensor]
 LOGITS_AT_ONCE = 2**26
 
 
-def probe(output: Any, generator: torch.Generator) -> Tensor:
-    """A random scalar of a model's output, whose gradients say what the output feels."""
+def probe(output: Any, generator: torch.Generator, mask: Tensor | None = None) -> Tensor:
+    """A random scalar of a model's output, whose gradients say what the output feels. mask (B, N) leaves out rows of padding.
+
+    Squares of (g.e) are means over an input's rows, or relative to the mean square of an input's output, whatever the batch.
+    """
     logits = getattr(output, "logits", None)
-    if isinstance(logits, Tensor) and logits.dim() >= 2:
-        return _likelihood(logits.flatten(0, -2), generator)
-    found = main_tensor(output)
+    scores = isinstance(logits, Tensor) and logits.dim() in (2, 3) and logits.shape[-1] > 1
+    found = logits if scores else main_tensor(output)
     require(found is not None, "model", "return a tensor, or an output that holds one", type(output).__name__, "pass objective='matrix', or a loss")
     assert found is not None
-    sign = torch.randint(2, found.shape, generator=generator).to(found) * 2 - 1
-    return (found * sign).sum() / found.detach().square().sum().sqrt().clamp(min=1e-30)
+    live = torch.ones(found.shape[:-1], dtype=torch.bool, device=found.device)
+    if mask is not None and found.dim() > 2 and mask.shape == found.shape[:2]:
+        live = live & mask.to(found.device, torch.bool).view(*mask.shape, *[1] * (found.dim() - 3))
+    items = found.shape[0] if found.dim() > 1 else 1
+    if scores:
+        return _likelihood(found[live], generator) * (items / max(1, int(live.sum()))) ** 0.5
+    sign = torch.randint(2, found.shape, generator=generator).to(found.device) * 2 - 1
+    size = found.detach().float()[live].square().sum().sqrt().clamp(min=1e-30)  # half precision would overflow
+    return (found.float() * sign * live[..., None]).sum() * (items**0.5 / size)
 
 
 def _likelihood(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """The mean over rows of a label's negative log likelihood, labels drawn from the logits themselves; times the root of the
-    number of rows, so that squares add up to a mean over rows."""
+    """The negative log likelihood of labels drawn from the logits (rows, classes) themselves, in all."""
     parts = []
     for part in logits.split(max(1, LOGITS_AT_ONCE // max(1, logits.shape[-1]))):
         with torch.no_grad():
             chance = torch.softmax(part.detach().float(), -1).cpu()
             label = torch.multinomial(chance, 1, generator=generator)[:, 0].to(part.device)
         parts.append(F.cross_entropy(part.float(), label, reduction="sum"))
-    return torch.stack(parts).sum() / logits.shape[0] ** 0.5
+    return torch.stack(parts).sum()
+
+
+def padding_of(batch: Any) -> Tensor | None:
+    """(B, N) of a batch in the manner of transformers, where it says what is padding."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
 def main_tensor(output: Any) -> Tensor | None:

@@ -63,7 +63,7 @@ class Exact:
         top = logits.amax(-1, keepdim=True)
         top = torch.where(torch.isneginf(top), 0.0, top)
         a = (logits - top).exp_()
-        u = a.new_zeros(()) if pull is None else pull.flatten(0, 1)[:, rows].to(a.dtype) @ p.v.mT
+        u = a.new_zeros(()) if pull is None else pull.flatten(0, 1)[:, rows.to(pull.device)].to(a) @ p.v.mT
         live = ctx.active[:, rows].to(a.dtype)
         return cls(seen, live, logits, top, a, u, a.sum(-1).double(), a.square().sum(-1).double(), (a * u).sum(-1).double())
 
@@ -108,7 +108,7 @@ class Trial:
         at = means.node.clamp(min=0)[:, None].expand(-1, rows.numel(), -1)
         l_log = score.gather(2, at) + means.offset[:, None]
         if p.causal:
-            near = ctx.remember(("inner", means.inner, rows.numel(), int(rows[0])), lambda: self._inner(p, ctx, q, means))
+            near = ctx.remember(("inner", means.inner, tuple(rows.tolist())), lambda: self._inner(p, ctx, q, means))
             l_log = torch.where(key // means.chunk == rows[:, None] // means.chunk, near, l_log)
             l_log = torch.where(key // means.inner == rows[:, None] // means.inner, x.logits, l_log)
         low_w = l_log.masked_fill_(~seen, -torch.inf).sub_(x.top).exp_()

@@ -159,9 +159,10 @@ def _joined(shared: Method, routers: Sequence[Routed]) -> Method:
 
 
 def _router(method: Method) -> Routed | None:
+    """The routed part, where there is exactly one."""
     support = method.get("support")
-    parts = support.parts if isinstance(support, Union) else (support,)
-    return next((part for part in parts if isinstance(part, Routed)), None)
+    found = [part for part in (support.parts if isinstance(support, Union) else (support,)) if isinstance(part, Routed)]
+    return found[0] if len(found) == 1 else None
 
 
 def _with_router(method: Method, router: Routed) -> Method:
