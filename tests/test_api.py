@@ -38,6 +38,14 @@ def test_what_looks_at_models_is_imported_when_asked_for():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.parametrize("first", sorted(MODELS))
+def test_any_of_them_may_be_the_first(first):
+    """In a fresh process: modules that need each other must not depend on who was imported before."""
+    code = f"import scatterbrain as sb; sb.{first}"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_signature_begins_as_sdpa_does():
     ours = list(inspect.signature(sb.attention).parameters.values())
     names = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"]
