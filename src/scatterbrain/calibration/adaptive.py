@@ -7,17 +7,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..errors import require, require_int
 from ..integrations.convert import RECORD, as_it_was, convert, restore
-from .capture import capture
+from .calibrate import layer_plan
+from .capture import Watcher, capture
 from .fit import check_objective, fit
 from .measure import Capture, HeadFit
-from .plan import HeadPlan, LayerPlan
 from .plan import Plan as WholePlan
-from .sensitivity import padding_of, probe
+from .sensitivity import feeling
 
 Plan = dict[str, list[HeadFit]]
 
@@ -69,23 +68,19 @@ class Adaptive:
     def on(cls, model: nn.Module, batches: Iterable[Any] | Callable[[], Iterable[Any]], budget: float = 1 / 8, **more: Any) -> Adaptive:
         """Look at a model on `batches` (or on what a function of that name gives each time), exactly and in its own mode, and convert
         it by what was found, anew each time. `more` as for `Adaptive`; objective="model" costs a backward pass a batch."""
-        generator = torch.Generator().manual_seed(more.get("seed", 0))
-        feel = (lambda output, batch: probe(output, generator, padding_of(batch))) if more.get("objective") == "model" else None
-        kinds: dict[str, tuple[str, bool]] = {}
+        feel = feeling(more.get("seed", 0)) if more.get("objective") == "model" else None
+        watchers: dict[str, Watcher] = {}
 
         def watch() -> dict[str, list[Capture]]:
-            modules = dict(model.named_modules())
             with as_it_was(model):
-                watchers = capture(model, batches() if callable(batches) else batches, feel=feel)
+                watchers.update(capture(model, batches() if callable(batches) else batches, feel=feel))
             require(any(w.kept for w in watchers.values()), "model", "make an attention call that can be approximated", "none", "see calibrate")
-            kinds.update({name: (type(modules[name]).__name__, bool(w.kept) and w.kept[0].causal) for name, w in watchers.items()})
             return {name: watcher.kept for name, watcher in watchers.items() if watcher.kept}
 
         def apply(found: Plan) -> None:
-            layers = {
-                name: LayerPlan(kind=kind, heads=tuple(HeadPlan(recipe=fit.recipe) for fit in found.get(name, ())), causal=causal)
-                for name, (kind, causal) in kinds.items()
-            }
+            modules = dict(model.named_modules())
+            layers = {name: layer_plan(type(modules[name]).__name__, watcher, found.get(name)) for name, watcher in watchers.items()}
+            watchers.clear()  # and what they hold
             how: dict[str, Any] = {}
             if RECORD in model.__dict__:  # as it was converted before
                 one = next(iter(model.__dict__[RECORD].handlers.values()))

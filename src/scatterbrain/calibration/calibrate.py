@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..errors import require
@@ -16,7 +15,7 @@ from ..integrations.convert import as_it_was
 from .capture import MEMORY, Watcher, capture
 from .fit import KINDS, check_objective, fit
 from .plan import HeadPlan, LayerPlan, Plan
-from .sensitivity import Loss, padding_of, probe
+from .sensitivity import Loss, feeling
 
 NOT_CALLED = "not called during calibration"
 
@@ -57,8 +56,7 @@ def calibrate(
     check_objective(objective, error, policy)
     require(loss is None or objective == "model", "loss", "come with objective='model'", f"objective={objective!r}", "leave it out")
     batches = batches if hasattr(batches, "__len__") else list(batches)
-    generator = torch.Generator().manual_seed(seed)
-    feel = None if objective == "matrix" else loss or (lambda output, batch: probe(output, generator, padding_of(batch)))
+    feel = None if objective == "matrix" else loss or feeling(seed)
     with bar(len(batches), "watching", "batch", progress) as step, as_it_was(model):  # type: ignore[arg-type]
         watchers = capture(model, batches, memory, step, feel)
     captures = {name: watcher.kept for name, watcher in watchers.items() if watcher.kept}
@@ -67,14 +65,15 @@ def calibrate(
     with bar(len(captures), "fitting", "layer", progress) as step:
         fits = fit(captures, policy=policy, objective=objective, kinds=kinds, seed=seed, progress=lambda done, total, layer: step(), **given)
     modules = dict(model.named_modules())
-    layers = {name: _layer(type(modules[name]).__name__, watcher, fits.get(name)) for name, watcher in watchers.items()}
+    layers = {name: layer_plan(type(modules[name]).__name__, watcher, fits.get(name)) for name, watcher in watchers.items()}
     about = _about(watchers) | {"objective": objective}
     if objective == "model":
         about["harm"] = sum(head.harm for heads in fits.values() for head in heads)
     return Plan(model=type(model).__name__, layers=layers, budget=budget, error=error, policy=policy, seed=seed, about=about)
 
 
-def _layer(kind: str, watcher: Watcher, fits: Any) -> LayerPlan:
+def layer_plan(kind: str, watcher: Watcher, fits: Any) -> LayerPlan:
+    """What was found of a layer's heads; without that, it stays exact, for the reasons that were seen."""
     if not fits:
         return LayerPlan(kind=kind, note="; ".join(watcher.reasons) or NOT_CALLED)
     length = max(capture.k.shape[2] for capture in watcher.kept)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,18 +123,9 @@ def capture(
 
 
 def _feel(model: nn.Module, batch: Any, watchers: dict[str, Watcher], feel: Callable[[Any, Any], Tensor]) -> None:
-    """The gradient of a scalar of the output by what each head gave. Parameters are held, so that only what lies after an attention
-    output is differentiated; gradient checkpointing is off meanwhile, since it would run the watchers again."""
-    learning = [p for p in model.parameters() if p.requires_grad]
-    saving = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    """The gradient of a scalar of the output by what each head gave."""
     try:
-        for p in learning:
-            p.requires_grad_(False)
-        for module in saving:
-            setattr(module, "gradient_checkpointing", False)  # noqa: B010
-        for watcher in watchers.values():
-            watcher.feels = True
-        with torch.enable_grad():
+        with _held(model, watchers), torch.enable_grad():
             output = feed(model, batch)
             zeros = {id(zero): zero for watcher in watchers.values() for zero, _, _ in watcher.waiting}
             for watcher in watchers.values():
@@ -143,16 +134,31 @@ def _feel(model: nn.Module, batch: Any, watchers: dict[str, Watcher], feel: Call
     except RuntimeError as error:
         said = str(error).strip().splitlines()[0]
         raise ValueError(message("model", "be one that a gradient can be taken of", said, NO_GRADIENT)) from error
-    finally:
-        for p in learning:
-            p.requires_grad_(True)
-        for module in saving:
-            setattr(module, "gradient_checkpointing", True)  # noqa: B010
-        for watcher in watchers.values():
-            watcher.feels = False
     gradient = {name: torch.zeros_like(zero) if g is None else g for (name, zero), g in zip(zeros.items(), found, strict=True)}
     for watcher in watchers.values():
         watcher.feel(gradient)
+
+
+@contextmanager
+def _held(model: nn.Module, watchers: dict[str, Watcher]) -> Iterator[None]:
+    """Watchers feel. Parameters are held, so that only what lies after an attention output is differentiated; gradient
+    checkpointing is off, since it would run the watchers again."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False) is True:
+                stack.callback(setattr, module, "gradient_checkpointing", True)
+                setattr(module, "gradient_checkpointing", False)  # noqa: B010
+        for p in model.parameters():
+            if p.requires_grad:
+                stack.callback(p.requires_grad_, True)
+                p.requires_grad_(False)
+        for watcher in watchers.values():
+            watcher.feels = True
+        try:
+            yield
+        finally:
+            for watcher in watchers.values():  # those that the run found too
+                watcher.feels = False
 
 
 def _gradients(scalar: Any, zeros: list[Tensor]) -> tuple[Tensor | None, ...]:
